@@ -1,0 +1,141 @@
+"""What an optimizer step costs, as ratios measured in one run.
+
+    python benchmarks/step.py [--json FILE]
+
+Ours on every path, torch.optim.SGD on every path, the formulation of the paper's authors (abs, sign, clamp and multiply
+with fresh tensors), and the floor: copying the 16 bytes a parameter that the update has to move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dirprune import GRDA
+from dirprune.lab.models import build
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROUNDS = 30
+
+
+def resnet50() -> list[Tensor]:
+    return [p.detach() for p in build("resnet50", 1000).parameters()]
+
+
+def many_small() -> list[Tensor]:
+    return [torch.randn(shape) for _ in range(250) for shape in ((64, 64), (64,), (64,), (64, 32))]
+
+
+def authors(params: list[nn.Parameter]) -> Callable[[], None]:
+    """The update as published: every intermediate a fresh tensor."""
+    lr, c, mu, n = 0.1, 5e-4, 0.51, 0
+    accumulators = [p.detach().clone() for p in params]
+    tau = 0.0
+
+    def step() -> None:
+        nonlocal n, tau
+        n += 1
+        tau += c * lr ** (0.5 + mu) * (n**mu - (n - 1) ** mu)
+        with torch.no_grad():
+            for p, v in zip(params, accumulators, strict=True):
+                v -= lr * p.grad
+                p.copy_(torch.sign(v) * torch.clamp(torch.abs(v) - tau, min=0))
+
+    return step
+
+
+def floor(params: list[nn.Parameter]) -> Callable[[], None]:
+    source = torch.empty(2 * sum(p.numel() for p in params), device=DEVICE)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return copy
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """The same step replayed from a CUDA graph: what the device needs, without Python's launch overhead."""
+    graph = torch.cuda.CUDAGraph()
+    step()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def candidates(shapes: Callable[[], list[Tensor]]) -> dict[str, Callable[[], None]]:
+    torch.manual_seed(0)
+
+    def fresh() -> list[nn.Parameter]:
+        params = [nn.Parameter(t.clone().to(DEVICE)) for t in shapes()]
+        for p in params:
+            p.grad = 0.01 * torch.randn_like(p)
+        return params
+
+    cuda = DEVICE.type == "cuda"
+    found: dict[str, Callable[[], None]] = {"floor: copy 16 bytes a parameter": floor(fresh())}
+    found["GRDA single"] = GRDA(fresh(), foreach=False, fused=False).step
+    found["GRDA foreach"] = GRDA(fresh(), foreach=True).step
+    if cuda:
+        found["GRDA fused"] = GRDA(fresh(), fused=True).step
+        found["GRDA fused, in a CUDA graph"] = captured(GRDA(fresh(), fused=True, capturable=True).step)
+    found["torch.optim.SGD loop"] = torch.optim.SGD(fresh(), lr=0.1, foreach=False).step
+    found["torch.optim.SGD foreach"] = torch.optim.SGD(fresh(), lr=0.1, foreach=True).step
+    found["torch.optim.SGD fused"] = torch.optim.SGD(fresh(), lr=0.1, fused=True).step
+    if cuda:
+        found["torch.optim.SGD fused, in a CUDA graph"] = captured(torch.optim.SGD(fresh(), lr=0.1, fused=True).step)
+    found["the authors' formulation"] = authors(fresh())
+    return found
+
+
+def seconds(step: Callable[[], object]) -> float:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Milliseconds a step, the median over rounds in which all candidates take turns."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(ROUNDS + 3):
+        for name, step in steps.items():
+            elapsed = seconds(step)
+            if round_ >= 3:
+                times[name].append(1e3 * elapsed)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    args = parser.parse_args()
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else f"{platform.processor() or 'CPU'}"
+    print(f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}; median of {ROUNDS} rounds")
+    results = []
+    for title, shapes in (("ResNet50, 161 tensors", resnet50), ("1,000 small tensors", many_small)):
+        times = measure(candidates(shapes))
+        least, theirs = times["floor: copy 16 bytes a parameter"], times["the authors' formulation"]
+        print(f"\n{title}\n{'':42}{'ms':>9}{'× floor':>9}{'authors ÷':>11}")
+        for label, ms in times.items():
+            print(f"{label:42}{ms:9.3f}{ms / least:9.2f}{theirs / ms:11.1f}")
+            results.append(
+                {"shapes": title, "step": label, "ms": ms, "over_floor": ms / least, "authors_over": theirs / ms}
+            )
+    if args.json:
+        args.json.write_text(json.dumps({"hardware": name, "torch": torch.__version__, "rows": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Train, compare and draw: everything that may use the ecosystem."""

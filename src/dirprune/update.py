@@ -1,0 +1,189 @@
+"""One step of gRDA: the mathematics, as pure functions on lists of tensors.
+
+`grda` is the functional form of `dirprune.optim.GRDA`. The single-tensor path is the plain statement of the update; the
+foreach path here and the fused kernel in `dirprune._fused` compute the same numbers faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Thresholds = Sequence[Tensor] | list[float]
+
+
+def grda(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    accumulators: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    thresholds: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    c: float,
+    mu: float,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    path: str = "single",
+    capturable: bool = False,
+    launcher: Any = None,
+) -> None:
+    """Take one gRDA step, in place.
+
+    ``buffers`` holds the momentum buffers, empty without momentum. ``steps`` and ``thresholds`` are float64 scalars,
+    either all on the host or (``capturable``) all on the parameters' device, where nothing then waits for the host.
+    ``path`` is "single", "foreach" or "fused"; the last needs a `dirprune._fused.Launcher`.
+    """
+    options: dict[str, Any] = {
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "weight_decay": weight_decay,
+        "maximize": maximize,
+    }
+    if capturable or torch.compiler.is_compiling() or steps[0].device.type != "cpu":
+        if path == "fused":  # the kernel grows the thresholds itself
+            launcher(params, grads, accumulators, buffers, steps, thresholds, lr=lr, c=c, mu=mu, **options)
+        else:
+            grow_thresholds(steps, thresholds, lr=lr, c=c, mu=mu, momentum=momentum)
+            _single_tensor_grda(params, grads, accumulators, buffers, thresholds, lr=lr, **options)
+        return
+    rate = float(lr)
+    grow_thresholds(steps, thresholds, lr=rate, c=c, mu=mu, momentum=momentum)
+    taus: list[float] = torch.stack(tuple(thresholds)).tolist()
+    if path == "fused":
+        launcher(params, grads, accumulators, buffers, steps, taus, lr=rate, c=c, mu=mu, **options)
+    elif path == "foreach":
+        _foreach_grda(params, grads, accumulators, buffers, taus, lr=rate, **options)
+    else:
+        _single_tensor_grda(params, grads, accumulators, buffers, taus, lr=rate, **options)
+
+
+def grow_thresholds(
+    steps: Sequence[Tensor],
+    thresholds: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    c: float,
+    mu: float,
+    momentum: float = 0.0,
+) -> None:
+    """n ← n + 1, then τ ← τ + c·γ^(μ+½)·(n^μ − (n−1)^μ) with γ = lr/(1−momentum), in place.
+
+    In float64: n^μ − (n−1)^μ cancels, and float32 would lose a few percent of it after some 10⁵ steps.
+    """
+    torch._foreach_add_(list(steps), 1.0)
+    if c == 0:
+        return
+    n = torch.stack(tuple(steps))
+    rate = (lr.to(n) if isinstance(lr, Tensor) else lr) / (1 - momentum)
+    growth = c * rate ** (mu + 0.5) * (n**mu - (n - 1) ** mu)
+    torch._foreach_add_(list(thresholds), list(growth.unbind()))
+
+
+def _single_tensor_grda(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    accumulators: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    taus: Thresholds,
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    maximize: bool,
+) -> None:
+    for i, (param, grad, v) in enumerate(zip(params, grads, accumulators, strict=True)):
+        tau = taus[i]
+        if grad.is_sparse and (weight_decay or momentum):
+            grad = grad.to_dense()
+        if weight_decay or momentum:
+            grad = grad.to(v.dtype)
+        if maximize:
+            grad = -grad
+        if weight_decay:
+            grad = _add_scaled(grad, param, weight_decay)
+        if momentum:
+            buffer = buffers[i].mul_(momentum).add_(grad)
+            grad = _add_scaled(grad, buffer, momentum) if nesterov else buffer
+        if isinstance(tau, Tensor):
+            v.sub_(grad * (lr.to(v.dtype) if isinstance(lr, Tensor) else lr))
+        else:
+            v.add_(grad, alpha=-float(lr))
+        _soft_threshold(v, tau, out=param)
+
+
+def _add_scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    # torch.compile bakes the first `alpha` it sees into the graph and would miss what a scheduler sets later.
+    return a + scale * b if torch.compiler.is_compiling() else a.add(b, alpha=scale)
+
+
+def _foreach_grda(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    accumulators: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    taus: list[float],
+    *,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    maximize: bool,
+) -> None:
+    params, directions, vs = list(params), list(grads), list(accumulators)
+    if weight_decay or momentum:
+        directions = [g.to(v.dtype) for g, v in zip(directions, vs, strict=True)]
+    if maximize:
+        directions = list(torch._foreach_neg(directions))
+    if weight_decay:
+        decayed = [p.to(v.dtype) for p, v in zip(params, vs, strict=True)]
+        directions = list(torch._foreach_add(directions, decayed, alpha=weight_decay))
+    if momentum:
+        torch._foreach_mul_(list(buffers), momentum)
+        torch._foreach_add_(list(buffers), directions)
+        directions = list(torch._foreach_add(directions, list(buffers), alpha=momentum)) if nesterov else list(buffers)
+    torch._foreach_add_(vs, directions, alpha=-lr)
+    # −clamp(v, −τ, τ) + v, built up in the parameters' own memory where they have the accumulator's precision.
+    shrunk = [p if p.dtype == v.dtype else torch.empty_like(v) for p, v in zip(params, vs, strict=True)]
+    torch._foreach_copy_(shrunk, vs)
+    torch._foreach_clamp_max_(shrunk, taus)
+    torch._foreach_clamp_min_(shrunk, [-tau for tau in taus])
+    torch._foreach_neg_(shrunk)
+    torch._foreach_add_(shrunk, vs)
+    for p, s in zip(params, shrunk, strict=True):
+        if s is not p:
+            p.copy_(s)
+
+
+def _soft_threshold(v: Tensor, tau: float | Tensor, *, out: Tensor) -> None:
+    """out ← sign(v)·max(|v| − τ, 0), with +0.0 inside the threshold and NaN let through."""
+    if isinstance(tau, Tensor):
+        tau = tau.to(v.dtype)
+        out.copy_(v - v.clamp(-tau, tau))
+        return
+    plain = out.dtype == v.dtype and v.device.type == "cpu" and v.is_contiguous() and out.is_contiguous()
+    if out.dtype == v.dtype:
+        torch.ops.aten.softshrink.out(v, tau, out=out)
+    else:
+        out.copy_(nn.functional.softshrink(v, tau))
+    if not plain or _softshrink_leaves_negative_zeros(v.numel(), v.dtype, torch.get_num_threads()):
+        out.add_(0.0)  # −0.0 + 0.0 = +0.0
+
+
+@cache
+def _softshrink_leaves_negative_zeros(numel: int, dtype: torch.dtype, threads: int) -> bool:
+    """Whether softshrink on this many elements in a row gives −0.0 anywhere.
+
+    Torch's scalar code does, its vector code does not, and which elements fall to which depends on their number and on
+    how many threads share them. Asked once a size, this saves most large tensors a pass over memory.
+    """
+    probe = nn.functional.softshrink(torch.full((numel,), -0.5, dtype=dtype), 1.0)
+    return bool(torch.signbit(probe).any())

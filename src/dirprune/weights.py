@@ -1,0 +1,68 @@
+"""A point in weight space: the parameters of a model by name, apart from the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+Weights = dict[str, Tensor]
+
+
+def take(model: nn.Module) -> Weights:
+    """Return copies of the model's parameters, in the order of ``model.named_parameters()``.
+
+    >>> take(nn.Linear(2, 1)).keys()
+    dict_keys(['weight', 'bias'])
+    """
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def put(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy ``weights`` into the model's parameters, in place; nothing is written unless every tensor fits."""
+    parameters = dict(model.named_parameters())
+    check_alike(parameters, weights, "the model", "weights")
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
+
+
+def flatten(weights: Mapping[str, Tensor]) -> Tensor:
+    """Return all tensors as one vector, in the mapping's order."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in weights.values()])
+
+
+def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> Weights:
+    """Return the vector cut into the names and shapes of ``like``: the inverse of `flatten`, sharing its memory."""
+    size = sum(tensor.numel() for tensor in like.values())
+    if vector.shape != (size,):
+        raise ValueError(f"vector has shape {tuple(vector.shape)}; these weights need a flat one of {size} elements")
+    pieces = torch.split(vector, [tensor.numel() for tensor in like.values()])
+    return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(like.items(), pieces, strict=True)}
+
+
+def combine(coefficients: Sequence[float], points: Sequence[Mapping[str, Tensor]]) -> Weights:
+    """Return the linear combination Σᵢ aᵢ wᵢ of points that have the same names and shapes."""
+    if len(coefficients) != len(points) or not points:
+        raise ValueError(f"got {len(coefficients)} coefficients for {len(points)} points; give one for each point")
+    first, *others = points
+    for other in others:
+        check_alike(first, other, "the first point", "another point")
+    return {
+        name: sum((a * p[name] for a, p in zip(coefficients[1:], others, strict=True)), coefficients[0] * tensor)
+        for name, tensor in first.items()
+    }
+
+
+def check_alike(a: Mapping[str, Tensor], b: Mapping[str, Tensor], a_is: str, b_is: str) -> None:
+    """Raise a ValueError that names the first tensor in which two points of weight space differ in kind."""
+    for name in [*a, *(name for name in b if name not in a)]:
+        if name not in a or name not in b:
+            missing, present = (a_is, b_is) if name not in a else (b_is, a_is)
+            raise ValueError(f"{name!r} is in {present} but not in {missing}: these are different networks")
+        if a[name].shape != b[name].shape:
+            raise ValueError(
+                f"{name!r} has shape {tuple(a[name].shape)} in {a_is} and {tuple(b[name].shape)} in {b_is}: "
+                "these are different networks"
+            )

@@ -1,0 +1,176 @@
+"""What is zero: per parameter tensor and in all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class LayerSparsity:
+    """The zeros of one parameter tensor; units are the slices of a weight along its output and input channels."""
+
+    name: str
+    shape: tuple[int, ...]
+    zeros: int
+    output_channels: int | None = None
+    zero_output_channels: int | None = None
+    input_channels: int | None = None
+    zero_input_channels: int | None = None
+
+    @property
+    def total(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def fraction(self) -> float:
+        return self.zeros / self.total if self.total else 0.0
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether this is a weight (two dimensions or more), not a bias or the scale of a normalisation."""
+        return len(self.shape) > 1
+
+
+@dataclass(frozen=True)
+class SparsityReport:
+    """The exact zeros of a model's parameters; ``print`` it for a table, `to_dict` for machines."""
+
+    layers: tuple[LayerSparsity, ...]
+
+    @property
+    def zeros(self) -> int:
+        return sum(layer.zeros for layer in self.layers)
+
+    @property
+    def total(self) -> int:
+        return sum(layer.total for layer in self.layers)
+
+    @property
+    def fraction(self) -> float:
+        """Zeros over all parameters, biases and normalisation included: the published figure."""
+        return self.zeros / self.total if self.total else 0.0
+
+    @property
+    def weight_fraction(self) -> float:
+        """Zeros over the weights alone (tensors of two dimensions or more)."""
+        total = sum(layer.total for layer in self.layers if layer.is_weight)
+        return sum(layer.zeros for layer in self.layers if layer.is_weight) / total if total else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain numbers, strings, lists and dicts."""
+        return {
+            "zeros": self.zeros,
+            "total": self.total,
+            "fraction": self.fraction,
+            "weight_fraction": self.weight_fraction,
+            "layers": [
+                {
+                    "name": layer.name,
+                    "shape": list(layer.shape),
+                    "zeros": layer.zeros,
+                    "total": layer.total,
+                    "fraction": layer.fraction,
+                    "output_channels": layer.output_channels,
+                    "zero_output_channels": layer.zero_output_channels,
+                    "input_channels": layer.input_channels,
+                    "zero_input_channels": layer.zero_input_channels,
+                }
+                for layer in self.layers
+            ],
+        }
+
+    def __str__(self) -> str:
+        rows = [("parameter", "shape", "zeros", "of", "sparsity", "zero outputs", "zero inputs")]
+        rows += [
+            (
+                layer.name,
+                "×".join(map(str, layer.shape)) or "scalar",
+                f"{layer.zeros:,}",
+                f"{layer.total:,}",
+                f"{layer.fraction:.2%}",
+                _units(layer.zero_output_channels, layer.output_channels),
+                _units(layer.zero_input_channels, layer.input_channels),
+            )
+            for layer in self.layers
+        ]
+        rows.append(("all parameters", "", f"{self.zeros:,}", f"{self.total:,}", f"{self.fraction:.2%}", "", ""))
+        weights = [layer for layer in self.layers if layer.is_weight]
+        zeros, total = sum(layer.zeros for layer in weights), sum(layer.total for layer in weights)
+        rows.append(("weights alone", "", f"{zeros:,}", f"{total:,}", f"{self.weight_fraction:.2%}", "", ""))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        align = [str.ljust, str.ljust] + [str.rjust] * 5
+        lines = ["  ".join(put(cell, w) for put, cell, w in zip(align, row, widths, strict=True)) for row in rows]
+        rule = "─" * len(lines[0])
+        return "\n".join(line.rstrip() for line in [lines[0], rule, *lines[1:-2], rule, *lines[-2:]])
+
+
+@torch.no_grad()
+def sparsity(model: nn.Module | Mapping[str, Tensor]) -> SparsityReport:
+    """Count the parameters that are exactly zero, layer by layer: one pass, on the device, one synchronisation.
+
+    Args:
+        model: a module, or weights by name.
+
+    Example:
+        >>> layer = nn.Linear(3, 2)
+        >>> _ = nn.init.zeros_(layer.bias)
+        >>> sparsity(layer).zeros
+        2
+    """
+    parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
+    output_dims = _output_dimensions(model) if isinstance(model, nn.Module) else {}
+    counts: list[Tensor] = []
+    for name, parameter in parameters.items():
+        tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        counts.extend(_counts(tensor.detach(), output_dims.get(name, 0)))
+    devices = {count.device for count in counts}
+    if len(devices) > 1:  # a model spread over devices: one synchronisation for each
+        counts = [count.cpu() for count in counts]
+    numbers = iter(torch.stack(counts).tolist() if counts else [])
+    return SparsityReport(tuple(_layer(name, p, output_dims.get(name, 0), numbers) for name, p in parameters.items()))
+
+
+def _counts(tensor: Tensor, output_dim: int) -> list[Tensor]:
+    """Return the number of zeros and, for a weight, of outputs and of inputs that are wholly zero."""
+    nonzero = tensor != 0
+    zeros = tensor.numel() - nonzero.sum()
+    if tensor.dim() < 2:
+        return [zeros]
+    outputs_by_inputs = nonzero.movedim(output_dim, 0)
+    if tensor.dim() > 2:
+        outputs_by_inputs = outputs_by_inputs.flatten(2).any(2)
+    return [zeros, (~outputs_by_inputs.any(1)).sum(), (~outputs_by_inputs.any(0)).sum()]
+
+
+def _layer(name: str, parameter: Tensor, output_dim: int, numbers: Iterator[int]) -> LayerSparsity:
+    shape = tuple(parameter.shape)
+    if len(shape) < 2:
+        return LayerSparsity(name, shape, next(numbers))
+    return LayerSparsity(
+        name,
+        shape,
+        next(numbers),
+        output_channels=shape[output_dim],
+        zero_output_channels=next(numbers),
+        input_channels=shape[1 - output_dim],
+        zero_input_channels=next(numbers),
+    )
+
+
+def _output_dimensions(model: nn.Module) -> dict[str, int]:
+    """Return, for the weights that do not have their outputs first, where they have them."""
+    transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    return {
+        f"{name}.weight" if name else "weight": 1
+        for name, module in model.named_modules()
+        if isinstance(module, transposed)
+    }
+
+
+def _units(zero: int | None, total: int | None) -> str:
+    return "" if total is None else f"{zero:,}/{total:,}"

@@ -1,0 +1,86 @@
+"""The rules of the layout, read off the imports."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "dirprune"
+MODULES = sorted(path.relative_to(SOURCE).with_suffix("") for path in SOURCE.rglob("*.py"))
+
+# What each module of the library may import of the library; a module that is not listed may import none of it.
+LIBRARY = {
+    "optim": {"update", "_fused"},
+    "curvature": {"weights"},
+    "direction": {"curvature", "weights"},
+    "connect": {"weights"},
+    "theory": {"curvature", "direction", "weights", "update"},
+}
+# The floors of the lab, upper first: a module imports from lower floors or from its own.
+LAB_FLOORS = [
+    {"cli", "commands"},
+    {"recipes", "runs", "plots", "demo", "tune", "reproduce", "bench"},
+    {"train", "checkpoint", "baselines", "distributed", "schedules"},
+    {"data", "models", "download", "imagefolder"},
+]
+EVERYWHERE = {"torch", "triton"}
+
+
+def imports(module: Path) -> set[str]:
+    """All modules that a file imports, wherever in it, as dotted names."""
+    tree = ast.parse((SOURCE / module.with_suffix(".py")).read_text())
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: a relative import"
+            if node.module in ("dirprune", "dirprune.lab"):
+                names.update(f"{node.module}.{alias.name}" for alias in node.names)
+            else:
+                names.add(str(node.module))
+    return names
+
+
+def floor(name: str) -> int:
+    for index, members in enumerate(LAB_FLOORS):
+        if name in members:
+            return index
+    raise AssertionError(f"dirprune.lab.{name} stands on no floor: add it to LAB_FLOORS")
+
+
+@pytest.mark.parametrize(
+    "module", [m for m in MODULES if m.parts[0] != "lab" and m.name not in ("__init__", "__main__")]
+)
+def test_the_library_needs_torch_alone_and_points_one_way(module: Path) -> None:
+    import sys
+
+    for name in imports(module):
+        head, _, rest = name.partition(".")
+        if head == "dirprune":
+            assert rest.split(".")[0] in LIBRARY.get(module.name, set()), f"{module} imports {name}"
+        else:
+            assert head in EVERYWHERE | sys.stdlib_module_names, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize(
+    "module", [m for m in MODULES if m.parts[0] == "lab" and len(m.parts) > 1 and m != Path("lab/__init__")]
+)
+def test_the_lab_points_one_way(module: Path) -> None:
+    own = module.parts[1]
+    for name in imports(module):
+        if name.startswith("dirprune.lab."):
+            other = name.split(".")[2]
+            assert floor(own) <= floor(other), f"{module} imports {name}, which stands above it"
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, dirprune; assert 'torch' not in sys.modules; from dirprune import GRDA, sparsity; GRDA; sparsity"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

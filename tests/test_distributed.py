@@ -1,0 +1,134 @@
+"""Two gloo processes against one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from dirprune import GRDA
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed's own
+OPTIONS: dict[str, Any] = {"lr": 0.1, "c": 0.02, "mu": 0.6, "momentum": 0.9}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).double()
+
+
+def train(model: nn.Module, optimizer: GRDA, steps: range, rank: int = 0, world: int = 1) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch(step)[rank::world]).square().mean().backward()
+        optimizer.step()
+
+
+def alone(steps: int) -> tuple[nn.Module, GRDA]:
+    model = network()
+    optimizer = GRDA(model.parameters(), **OPTIONS)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def assert_equals_alone(model: nn.Module, steps: int) -> None:
+    expected = dict(alone(steps)[0].named_parameters())
+    for name, p in model.named_parameters():
+        full = p.full_tensor() if hasattr(p, "full_tensor") else p
+        torch.testing.assert_close(full, expected[name.removeprefix("module.")], rtol=1e-10, atol=1e-12)
+        assert (full == 0).sum() == (expected[name.removeprefix("module.")] == 0).sum()
+
+
+def sharded() -> tuple[nn.Module, GRDA]:
+    model = network()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    return model, GRDA(model.parameters(), **OPTIONS)
+
+
+def run_ddp(rank: int, folder: Path) -> None:
+    model = DistributedDataParallel(network())
+    optimizer = GRDA(model.parameters(), **OPTIONS)
+    train(model, optimizer, range(12), rank, 2)
+    assert_equals_alone(model, 12)
+
+
+def run_fsdp(rank: int, folder: Path) -> None:
+    model, optimizer = sharded()
+    train(model, optimizer, range(12), rank, 2)
+    assert_equals_alone(model, 12)
+
+
+def run_fsdp_save(rank: int, folder: Path) -> None:
+    model, optimizer = sharded()
+    train(model, optimizer, range(6), rank, 2)
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder
+    )
+
+
+def run_fsdp_load(rank: int, folder: Path) -> None:
+    model, optimizer = sharded()
+    load(model, optimizer, folder)
+    train(model, optimizer, range(6, 12), rank, 2)
+    assert_equals_alone(model, 12)
+
+
+def load(model: nn.Module, optimizer: GRDA, folder: Path) -> None:
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def worker(rank: int, job: Callable[[int, Path], None], folder: Path, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    try:
+        job(rank, folder)
+    finally:
+        dist.destroy_process_group()
+
+
+def spawn(job: Callable[[int, Path], None], folder: Path) -> None:
+    mp.spawn(worker, args=(job, folder / "state", str(folder / f"rendezvous-{job.__name__}")), nprocs=2)
+
+
+@pytest.mark.parametrize("job", [run_ddp, run_fsdp])
+def test_two_processes_equal_one(job: Callable[[int, Path], None], tmp_path: Path) -> None:
+    spawn(job, tmp_path)
+    assert float(alone(12)[1].state_dict()["state"][0]["step"]) == 12
+
+
+def test_a_state_saved_under_fsdp_loads_in_one_process(tmp_path: Path) -> None:
+    spawn(run_fsdp_save, tmp_path)
+    model = network()
+    optimizer = GRDA(model.parameters(), **OPTIONS)
+    load(model, optimizer, tmp_path / "state")
+    assert float(optimizer.state_dict()["state"][0]["step"]) == 6
+    train(model, optimizer, range(6, 12))
+    assert_equals_alone(model, 12)
+
+
+def test_a_state_saved_in_one_process_loads_under_fsdp(tmp_path: Path) -> None:
+    model, optimizer = alone(6)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=tmp_path / "state")
+    spawn(run_fsdp_load, tmp_path)
+    assert float(optimizer.state_dict()["state"][0]["step"]) == 6

@@ -1,0 +1,545 @@
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import reference
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from dirprune import GRDA, prunable_groups
+from dirprune.update import grow_thresholds
+
+PATHS: list[dict[str, Any]] = [
+    {"foreach": False, "fused": False},
+    {"foreach": True},
+    {"capturable": True},
+]
+SGD_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True},
+    {"weight_decay": 0.02},
+    {"momentum": 0.8, "nesterov": True, "weight_decay": 0.02, "maximize": True},
+]
+SHAPES = [(5, 4), (7,), (), (0,), (3, 2, 3, 3)]
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def gradients(step: int, params: list[nn.Parameter]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return [0.3 * torch.randn(p.shape, generator=generator).to(p.dtype) for p in params]
+
+
+def drive(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) -> None:
+    for step in steps:
+        for p, grad in zip(params, gradients(step, params), strict=True):
+            p.grad = grad
+        optimizer.step()
+
+
+def assert_same(a: list[nn.Parameter], b: list[nn.Parameter]) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("options", SGD_OPTIONS)
+def test_equals_the_slow_reference_with_a_dropping_rate(path: dict[str, Any], options: dict[str, Any]) -> None:
+    steps, c, mu = 300, 0.02, 0.6
+    rates = [0.05] * 150 + [0.005] * 100 + [0.02] * 50
+    params = parameters(torch.float64)
+    starts = [p.detach().reshape(-1).tolist() for p in params]
+    optimizer = GRDA(params, lr=rates[0], c=c, mu=mu, **path, **options)
+    for step, rate in enumerate(rates):
+        optimizer.param_groups[0]["lr"] = torch.tensor(rate, dtype=torch.float64) if "capturable" in path else rate
+        drive(optimizer, params, range(step, step + 1))
+    seen = [gradients(step, params) for step in range(steps)]
+    for i, p in enumerate(params):
+        rows = [grads[i].reshape(-1).tolist() for grads in seen]
+        expected = reference.grda(starts[i], rows, rates, c=c, mu=mu, **options)
+        torch.testing.assert_close(
+            p.detach().reshape(-1), torch.tensor(expected, dtype=p.dtype), rtol=1e-11, atol=1e-12
+        )
+    assert 0 < sum(int((p == 0).sum()) for p in params) < sum(p.numel() for p in params)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_constant_rate_gives_the_closed_form(path: dict[str, Any]) -> None:
+    lr, c, mu, steps = 0.1, 5e-4, 0.51, 200
+    params = parameters()
+    optimizer = GRDA(params, lr=lr, c=c, mu=mu, **path)
+    drive(optimizer, params, range(steps))
+    for p in params:
+        assert float(optimizer.state[p]["step"]) == steps
+        assert float(optimizer.state[p]["threshold"]) == pytest.approx(c * lr**0.5 * (steps * lr) ** mu, rel=1e-12)
+
+
+def test_a_dropped_rate_slows_the_threshold_and_never_lowers_it() -> None:
+    # ResNet50/ImageNet: 5,005 steps an epoch, c=.005, mu=.51, a ten-fold drop at epoch 140 of 146.
+    per_epoch, c, mu = 5005, 0.005, 0.51
+    rates = [0.1] * (140 * per_epoch) + [0.01] * (6 * per_epoch)
+    taus = reference.thresholds(rates, c, mu)
+    assert taus[-1] == pytest.approx(0.469, abs=5e-4)
+    assert taus == sorted(taus)
+    # Ours, over the 200 steps around the drop and with the step count as high as it is there.
+    drop = 140 * per_epoch
+    step = torch.tensor(drop - 100, dtype=torch.float64)
+    tau = torch.tensor(taus[drop - 101], dtype=torch.float64)
+    for n in range(drop - 100, drop + 100):
+        grow_thresholds([step], [tau], lr=rates[n], c=c, mu=mu)
+        assert float(tau) == pytest.approx(taus[n], rel=1e-12)
+    closed_form_with_the_current_rate = c * 0.01**0.5 * (146 * per_epoch * 0.01) ** mu
+    assert closed_form_with_the_current_rate == pytest.approx(0.047, abs=5e-4)
+
+
+def test_the_threshold_uses_the_effective_rate_of_momentum() -> None:
+    taus = []
+    for lr, momentum in [(0.1, 0.0), (0.01, 0.9)]:
+        params = parameters()
+        optimizer = GRDA(params, lr=lr, c=0.003, mu=0.55, momentum=momentum)
+        drive(optimizer, params, range(50))
+        taus.append(float(optimizer.state[params[0]]["threshold"]))
+    assert taus[0] == pytest.approx(taus[1], rel=1e-12)
+    assert taus[1] == pytest.approx(reference.thresholds([0.01] * 50, 0.003, 0.55, 0.9)[-1], rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("options", SGD_OPTIONS)
+def test_c_zero_is_sgd_bit_for_bit(options: dict[str, Any], foreach: bool, dtype: torch.dtype) -> None:
+    ours, theirs = parameters(dtype), parameters(dtype)
+    grda = GRDA(ours, lr=0.1, c=0.0, foreach=foreach, fused=False, **options)
+    sgd = torch.optim.SGD(theirs, lr=0.1, foreach=foreach, **options)
+    for optimizer, params in [(grda, ours), (sgd, theirs)]:
+        scheduler = lr_scheduler.StepLR(optimizer, 20, gamma=0.3)
+        for step in range(60):
+            drive(optimizer, params, range(step, step + 1))
+            scheduler.step()
+    assert_same(ours, theirs)
+
+
+def test_mu_one_is_l1_rda() -> None:
+    # Xiao (2010): w = soft threshold of w₀ − γ Σ g at nγλ.
+    lam, lr, steps = 0.03, 0.05, 80
+    params = parameters(torch.float64)
+    start = [p.detach().clone() for p in params]
+    drive(GRDA(params, lr=lr, c=lam / math.sqrt(lr), mu=1.0), params, range(steps))
+    for i, p in enumerate(params):
+        v = start[i] - lr * sum(gradients(step, params)[i] for step in range(steps))
+        expected = v.sign() * (v.abs() - steps * lr * lam).clamp(min=0)
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pruned_is_plus_zero_and_nan_is_not_hidden(path: dict[str, Any], dtype: torch.dtype) -> None:
+    p = nn.Parameter(torch.tensor([0.1, -0.1, -0.0, 0.0, 3.0, -3.0, math.nan, math.inf], dtype=dtype))
+    optimizer = GRDA([p], lr=1.0, c=1.0, mu=0.6, **path)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert p[:4].tolist() == [0.0] * 4
+    assert not torch.signbit(p[:4]).any()
+    assert p[4:6].tolist() == [2.0, -2.0]
+    assert p[6].isnan()
+    assert p[7].isinf()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("numel", [1, 15, 16, 100, 128, 1000, 70_001])
+def test_no_negative_zero_at_any_size(path: dict[str, Any], numel: int) -> None:
+    p = nn.Parameter(torch.full((numel,), -0.1))
+    optimizer = GRDA([p], lr=1.0, c=1.0, mu=0.6, **path)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert not torch.signbit(p).any()
+    assert not p.any()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("options", SGD_OPTIONS)
+def test_gradients_are_left_untouched(path: dict[str, Any], options: dict[str, Any]) -> None:
+    params = parameters()
+    optimizer = GRDA(params, c=0.1, **path, **options)
+    grads = gradients(0, params)
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad.clone()
+    state = torch.get_rng_state()
+    optimizer.step()
+    optimizer.step()
+    assert torch.equal(torch.get_rng_state(), state)
+    for p, grad in zip(params, grads, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_parameter_that_comes_late_starts_at_threshold_zero(path: dict[str, Any]) -> None:
+    early, late, added = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    optimizer = GRDA([early, late], lr=0.1, c=0.1, mu=0.6, **path)
+    for step in range(10):
+        early.grad = torch.ones(3)
+        late.grad = torch.ones(3) if step >= 6 else None  # frozen at first
+        if step == 8:
+            optimizer.add_param_group({"params": [added], "c": 0.2})
+        added.grad = torch.ones(3) if step >= 8 else None
+        optimizer.step()
+    taus = [float(optimizer.state[p]["threshold"]) for p in (early, late, added)]
+    expected = [reference.thresholds([0.1] * n, c, 0.6)[-1] for n, c in [(10, 0.1), (4, 0.1), (2, 0.2)]]
+    assert taus == pytest.approx(expected, rel=1e-12)
+    assert [float(optimizer.state[p]["step"]) for p in (early, late, added)] == [10, 4, 2]
+
+
+def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("source", PATHS)
+@pytest.mark.parametrize("target", PATHS)
+def test_a_saved_state_continues(dtype: torch.dtype, source: dict[str, Any], target: dict[str, Any]) -> None:
+    options = {"lr": 0.05, "c": 0.03, "mu": 0.6, "momentum": 0.9}
+    params = parameters(dtype)
+    first = GRDA(params, **options, **source)
+    drive(first, params, range(20))
+    state = saved_and_loaded(first.state_dict())
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    second = GRDA(others, lr=7.0, c=7.0, mu=0.9, **target)
+    second.load_state_dict(state)
+    assert second.param_groups[0]["c"] == 0.03
+    assert second.param_groups[0]["capturable"] is bool(target.get("capturable"))
+    for p, q in zip(params, others, strict=True):
+        for key, value in first.state[p].items():
+            assert second.state[q][key].dtype == value.dtype
+            assert torch.equal(second.state[q][key], value)
+            assert value.data_ptr() != second.state[q][key].data_ptr() or value.numel() == 0
+    drive(first, params, range(20, 40))
+    drive(second, others, range(20, 40))
+    if source == target:
+        assert_same(params, others)
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_low_precision_parameters_have_a_float32_accumulator() -> None:
+    p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = GRDA([p], lr=1.0, c=0.0)
+    for _ in range(256):  # each step is lost if it is taken in bfloat16
+        p.grad = torch.full_like(p, 2.0**-10)
+        optimizer.step()
+    assert optimizer.state[p]["accumulator"].dtype == torch.float32
+    assert p.tolist() == [0.75] * 4
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_continue_on_their_own(copier: Callable[[Any], Any]) -> None:
+    params = parameters()
+    optimizer = GRDA(params, c=0.03, momentum=0.9, fused=None)
+    drive(optimizer, params, range(10))
+    twin = copier(optimizer)
+    drive(optimizer, params, range(10, 20))
+    drive(twin, twin.param_groups[0]["params"], range(10, 20))
+    assert_same(params, twin.param_groups[0]["params"])
+
+
+SCHEDULERS: list[Callable[[Any], Any]] = [
+    lambda o: lr_scheduler.StepLR(o, 5, gamma=0.1),
+    lambda o: lr_scheduler.CosineAnnealingLR(o, 20),
+    lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=20),
+    lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 5)),
+    lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=2),
+    lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.5, 5), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[5]
+    ),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+@pytest.mark.parametrize("path", PATHS)
+def test_learning_rate_schedulers(make: Callable[[Any], Any], path: dict[str, Any]) -> None:
+    p = nn.Parameter(torch.tensor([1.0, -0.02], dtype=torch.float64))
+    optimizer = GRDA([p], lr=0.1, c=0.01, mu=0.6, momentum=0.5, **path)
+    scheduler = make(optimizer)
+    tau = 0.0
+    v = p.detach().clone()
+    buffer = torch.zeros_like(v)
+    lrs = set()
+    for n in range(1, 16):
+        lr, momentum = float(optimizer.param_groups[0]["lr"]), optimizer.param_groups[0]["momentum"]
+        lrs.add(lr)
+        tau += 0.01 * (lr / (1 - momentum)) ** 1.1 * (n**0.6 - (n - 1) ** 0.6)
+        p.grad = torch.tensor([0.1, 0.0], dtype=p.dtype)
+        buffer = momentum * buffer + p.grad
+        v -= lr * buffer
+        optimizer.step()
+        scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+    assert len(lrs) > 1
+    torch.testing.assert_close(p.detach(), v.sign() * (v.abs() - tau).clamp(min=0), rtol=1e-12, atol=0)
+
+
+def test_closures_return_the_loss_and_hooks_run() -> None:
+    p = nn.Parameter(torch.tensor([2.0]))
+    optimizer = GRDA([p], lr=0.1, c=0.0)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (p**2).sum()
+        loss.backward()  # needs gradients, although step itself records none
+        calls.append("closure")
+        return float(loss.detach())
+
+    assert optimizer.step(closure) == 4.0
+    assert p.item() == pytest.approx(1.6)
+    assert calls == ["before", "closure", "after"]
+
+
+def test_accumulated_and_clipped_gradients() -> None:
+    torch.manual_seed(3)
+    whole, parts = nn.Linear(4, 2), nn.Linear(4, 2)
+    parts.load_state_dict(whole.state_dict())
+    x = torch.randn(8, 4)
+    optimizers = [GRDA(m.parameters(), lr=0.1, c=0.05) for m in (whole, parts)]
+    for _ in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        whole(x).square().mean().backward()
+        for half in x.chunk(2):
+            (parts(half).square().mean() / 2).backward()
+        for model, optimizer in zip((whole, parts), optimizers, strict=True):
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            assert norm > 0.1
+            optimizer.step()
+    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    assert float(optimizers[1].state[parts.weight]["step"]) == 5
+
+
+def test_a_step_that_the_grad_scaler_skips_does_not_count() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = GRDA(model.parameters(), lr=0.1, c=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(6):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.ones(2, 3)).float().square().mean()
+        scaler.scale(loss * (math.inf if step in (2, 4) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    state = optimizer.state[model.weight]
+    assert float(state["step"]) == 4
+    assert float(state["threshold"]) == pytest.approx(reference.thresholds([0.1] * 4, 0.1, 0.51)[-1], rel=1e-12)
+    assert model.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_tensor_learning_rate(path: dict[str, Any]) -> None:
+    with_number, with_tensor = parameters(torch.float64), parameters(torch.float64)
+    lr = torch.tensor(0.05, dtype=torch.float64)
+    drive(GRDA(with_number, lr=0.05, c=0.03), with_number, range(20))
+    drive(GRDA(with_tensor, lr=lr, c=0.03, **path), with_tensor, range(20))
+    for p, q in zip(with_number, with_tensor, strict=True):
+        torch.testing.assert_close(p, q)
+    assert lr.item() == 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "scheduler"),
+    [
+        ({}, lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))),
+        ({"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, lambda o: lr_scheduler.OneCycleLR(o, 0.2, 30)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, about other code
+def test_a_compiled_step(options: dict[str, Any], scheduler: Callable[[Any], Any]) -> None:
+    torch.compiler.reset()
+    plain, compiled = parameters(), parameters()
+    optimizers = [GRDA(params, lr=0.1, c=0.05, **options) for params in (plain, compiled)]
+    schedulers = [scheduler(optimizer) for optimizer in optimizers]
+    step = torch.compile(optimizers[1].step, backend="aot_eager")
+    for i in range(8):  # the rates change at every step, and the momentum too
+        for params in (plain, compiled):
+            for p, grad in zip(params, gradients(i, params), strict=True):
+                p.grad = grad
+        optimizers[0].step()
+        step()
+        for s in schedulers:
+            s.step()
+    for p, q in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(p, q)
+    assert float(optimizers[1].state[compiled[0]]["step"]) == 8
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_memory_layouts(path: dict[str, Any]) -> None:
+    values = torch.randn(4, 3, 5, 5)
+    layouts = [
+        values.clone(),
+        values.clone().to(memory_format=torch.channels_last),
+        torch.empty(5, 5, 3, 4).permute(3, 2, 0, 1).copy_(values),
+        torch.empty(4, 3, 5, 10)[..., ::2].copy_(values),
+    ]
+    assert not any(layout.is_contiguous() for layout in layouts[1:])
+    results = []
+    for layout in layouts:
+        p = nn.Parameter(layout)
+        strides = p.stride()
+        optimizer = GRDA([p], lr=0.1, c=0.05, momentum=0.9, **path)
+        for step in range(5):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        assert p.stride() == strides
+        results.append(p.detach())
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"maximize": True}])
+@pytest.mark.parametrize("path", PATHS)
+def test_sparse_gradients_equal_dense_ones(path: dict[str, Any], options: dict[str, Any]) -> None:
+    tables = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(10, 3, sparse=sparse)
+        optimizer = GRDA(embedding.parameters(), lr=0.1, c=0.1, **options, **path)
+        for step in range(5):
+            optimizer.zero_grad()
+            embedding(torch.tensor([step, 2, 2])).square().sum().backward()
+            optimizer.step()
+        tables.append(embedding.weight.detach())
+    torch.testing.assert_close(tables[0], tables[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -0.1}, ["lr=-0.1", "≥ 0"]),
+        ({"lr": math.nan}, ["lr=nan", "finite"]),
+        ({"lr": math.inf}, ["lr=inf", "finite"]),
+        ({"lr": torch.tensor([0.1, 0.2])}, ["lr", "one element"]),
+        ({"c": -1.0}, ["c=-1.0", "≥ 0"]),
+        ({"c": math.nan}, ["c=nan"]),
+        ({"mu": 0.0}, ["mu=0.0", "> 0"]),
+        ({"mu": math.nan}, ["mu=nan"]),
+        ({"momentum": 1.0}, ["momentum=1.0", "[0, 1)"]),
+        ({"momentum": -0.1}, ["momentum=-0.1"]),
+        ({"weight_decay": -1e-4}, ["weight_decay=-0.0001"]),
+        ({"nesterov": True}, ["nesterov", "momentum=0.9"]),
+        ({"foreach": True, "fused": True}, ["foreach", "fused"]),
+        ({"fused": True}, ["fused=True", "cpu", "fused=None"]),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], words: list[str]) -> None:
+    p = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=next(iter(options))) as constructed:
+        GRDA([p], **options)
+    good = GRDA([p])
+    with pytest.raises(ValueError, match=next(iter(options))) as added:
+        good.add_param_group({"params": [nn.Parameter(torch.ones(2))], **options})
+    assert len(good.param_groups) == 1
+    for error in (constructed, added):
+        assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("mu", [0.4, 0.5, 1.0, 1.3])
+def test_mu_outside_the_range_of_the_theory_is_allowed(mu: float) -> None:
+    params = parameters()
+    optimizer = GRDA(params, lr=0.1, c=0.1, mu=mu)
+    drive(optimizer, params, range(3))
+    assert float(optimizer.state[params[0]]["threshold"]) == pytest.approx(0.1 * 0.1**0.5 * 0.3**mu, rel=1e-12)
+
+
+def test_complex_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"parameter 1 is complex.*view_as_real"):
+        GRDA([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    def stepped(*shapes: tuple[int, ...]) -> GRDA:
+        params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer = GRDA(params, c=0.2)
+        optimizer.step()
+        return optimizer
+
+    mine = stepped((3,), (2, 2))
+    before = copy.deepcopy(mine.state_dict())
+    sgd = torch.optim.SGD([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))])
+    without_threshold = copy.deepcopy(before)
+    del without_threshold["state"][1]["threshold"]
+    for state, message in [
+        (stepped((3,), (4,)).state_dict(), r"accumulator of shape \(4,\) for parameter 1, whose shape is \(2, 2\)"),
+        (stepped((3,)).state_dict(), "1 parameters in group 0 and this optimizer 2"),
+        (sgd.state_dict(), "no c, mu"),
+        (without_threshold, "no threshold for parameter 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            mine.load_state_dict(state)
+    two_groups = stepped((3,))
+    two_groups.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    with pytest.raises(ValueError, match="2 parameter groups and this optimizer 1"):
+        mine.load_state_dict(two_groups.state_dict())
+    after = mine.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for index, state in before["state"].items():
+        assert all(torch.equal(after["state"][index][key], value) for key, value in state.items())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.bn = nn.BatchNorm2d(2)
+        self.norm = nn.LayerNorm(4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.head = nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("exempt", "dense"),
+    [
+        (
+            ("bias", "norm"),
+            {"conv.bias", "bn.", "norm.", "attention.in_proj_bias", "attention.out_proj.bias", "head.bias"},
+        ),
+        (("norm",), {"bn.", "norm."}),
+        (("head.*", "conv.weight"), {"head.", "conv.weight"}),
+        ((), set()),
+    ],
+)
+def test_prunable_groups(exempt: tuple[str, ...], dense: set[str]) -> None:
+    model = Block()
+    groups = prunable_groups(model, 0.01, exempt)
+    names = {name: group["c"] for group in groups for name, _ in group["params"]}
+    assert names.keys() == dict(model.named_parameters()).keys()
+    for name, c in names.items():
+        assert c == (0.0 if any(name.startswith(prefix) for prefix in dense) else 0.01), name
+    optimizer = GRDA(groups, lr=1.0, mu=0.51)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    kept = [name for name, p in model.named_parameters() if float(optimizer.state[p]["threshold"]) == 0]
+    assert kept == [name for name, c in names.items() if c == 0] or set(kept) == {n for n, c in names.items() if c == 0}
+
+
+def test_prunable_groups_refuses_what_matches_nothing() -> None:
+    with pytest.raises(ValueError, match=r"exempt='hed\.\*' matches no parameter"):
+        prunable_groups(Block(), 0.01, ("bias", "hed.*"))
+    with pytest.raises(ValueError, match=r"exempt=\('bias',\)"):
+        prunable_groups(Block(), 0.01, "bias")

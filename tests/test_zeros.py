@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import nn
+
+from dirprune import SparsityReport, sparsity
+from dirprune.weights import take
+
+
+def network() -> nn.Module:
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ConvTranspose2d(3, 4, 2), nn.Flatten(), nn.Linear(4, 2)
+    )
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0)
+        model[0].weight[1] = 0  # an output channel
+        model[0].weight[0, 1] = 0  # half of an input channel
+        model[1].bias.zero_()
+        model[2].weight[:, 2] = -0.0  # an output channel of a transposed convolution: its second dimension
+        model[4].weight[:, 3] = 0  # an input
+    return model
+
+
+def test_counts_per_tensor_and_in_all() -> None:
+    report = sparsity(network())
+    assert isinstance(report, SparsityReport)
+    layers = {layer.name: layer for layer in report.layers}
+    assert layers["0.weight"].zeros == 18 + 9
+    assert (layers["0.weight"].zero_output_channels, layers["0.weight"].output_channels) == (1, 3)
+    assert (layers["0.weight"].zero_input_channels, layers["0.weight"].input_channels) == (0, 2)
+    assert layers["1.bias"].zeros == 3
+    assert layers["1.bias"].fraction == 1.0
+    assert layers["1.bias"].output_channels is None
+    assert (layers["2.weight"].zero_output_channels, layers["2.weight"].output_channels) == (1, 4)
+    assert (layers["2.weight"].zero_input_channels, layers["2.weight"].input_channels) == (0, 3)
+    assert (layers["4.weight"].zero_input_channels, layers["4.weight"].input_channels) == (1, 4)
+    weights = 54 + 48 + 8
+    assert report.zeros == 27 + 3 + 12 + 2
+    assert report.total == weights + 3 + 6 + 4 + 2
+    assert report.fraction == report.zeros / report.total
+    assert report.weight_fraction == (27 + 12 + 2) / weights
+
+
+def test_weights_by_name_give_the_same_counts() -> None:
+    model = network()
+    report = sparsity(take(model))
+    assert report.zeros == sparsity(model).zeros
+    assert [layer.name for layer in report.layers] == [name for name, _ in model.named_parameters()]
+
+
+def test_table_and_dictionary() -> None:
+    report = sparsity(network())
+    table = str(report)
+    assert "0.weight" in table
+    assert "3×2×3×3" in table
+    assert f"{report.fraction:.2%}" in table.splitlines()[-2]
+    assert f"{report.weight_fraction:.2%}" in table.splitlines()[-1]
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["zeros"] == report.zeros
+    assert data["layers"][0]["zero_output_channels"] == 1
+
+
+def test_what_there_is_nothing_of() -> None:
+    assert sparsity(nn.ReLU()).fraction == 0.0
+    odd = {"scalar": torch.tensor(0.0), "empty": torch.empty(0), "no rows": torch.empty(0, 3)}
+    report = sparsity(odd)
+    assert (report.zeros, report.total) == (1, 1)
+    assert "scalar" in str(report)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = network()
+    before = take(model)
+    sparsity(model)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
