@@ -1,0 +1,252 @@
+"""Checkpoint files: written atomically, checksummed, and loaded without executing anything.
+
+A checkpoint is a plain ``torch.save`` file ``epoch-0004.pt`` with its checksum beside it in ``epoch-0004.pt.sha256``
+(``sha256sum -c`` reads it). Both are complete on disk under temporary names before either gets its own, the checksum
+first: whenever a crash comes, it leaves a checkpoint that can be trusted or one that is recognised as unfinished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+State = dict[str, Any]
+"""Tensors, numbers, strings, and dicts and lists of them: what ``torch.load(weights_only=True)`` takes."""
+
+
+class CorruptCheckpoint(RuntimeError):
+    """A checkpoint file that cannot be trusted."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was passed over because it cannot be trusted."""
+
+
+def save(folder: Path, epoch: int, state: State) -> Path:
+    """Write ``state`` as the checkpoint of ``epoch``, all of it or nothing.
+
+    If writing fails (a full disk), what was saved before is untouched and no partial file stays behind. Saving an epoch
+    again replaces it; a crash between the two renames then costs that epoch, no other.
+
+    Args:
+        folder: where the checkpoints live; made if missing.
+        epoch: number of finished epochs, at least 0.
+        state: what to save. What :func:`load` would refuse is refused here, while the training is still alive.
+
+    Returns:
+        The path of the checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = save(Path(folder), 4, {"weight": torch.ones(2), "epoch": 4})
+        ...     (path.name, load(path)["weight"])
+        ('epoch-0004.pt', tensor([1., 1.]))
+    """
+    if epoch < 0:
+        raise ValueError(f"epoch={epoch} must be at least 0: it is the number of finished epochs")
+    path = _path(folder, epoch)
+    data = _serialise(state)
+    checksum = f"{hashlib.sha256(data).hexdigest()}  {path.name}\n".encode()
+    contents: dict[Path, bytes | memoryview] = {_sidecar(path): checksum, path: data}
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for target, content in contents.items():
+            _write(_temporary(target), content)
+        for target in contents:
+            os.replace(_temporary(target), target)
+        _sync_folder(folder)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"the checkpoint of epoch {epoch} was not saved ({error.strerror}); those saved before are intact. "
+            "Make room or mend the disk, then resume",
+            str(path),
+        ) from error
+    finally:
+        for target in contents:
+            _temporary(target).unlink(missing_ok=True)
+    return path
+
+
+def load(path: Path, *, map_location: str | torch.device = "cpu") -> State:
+    """Read a checkpoint after verifying its checksum; nothing in the file is executed.
+
+    Args:
+        path: a file written by :func:`save`, with its ``.sha256`` beside it.
+        map_location: the device of the loaded tensors.
+
+    Raises:
+        CorruptCheckpoint: the checksum is missing or differs, or the file holds more than tensors and plain values.
+        FileNotFoundError: there is no such file.
+
+    Example: see :func:`save`.
+    """
+    data = _verified(path)
+    try:
+        state: State = torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        # torch's own message advises loading without the protection, so it is left to the traceback.
+        raise CorruptCheckpoint(
+            f"{path} holds more than tensors and plain values, none of which was executed; delete it and take an "
+            "earlier checkpoint"
+        ) from error
+    return state
+
+
+def latest(folder: Path, *, map_location: str | torch.device = "cpu") -> tuple[int, State] | None:
+    """The newest checkpoint that can be trusted, as ``(epoch, state)``; ``None`` if there are no checkpoints.
+
+    Args:
+        folder: where the checkpoints live.
+        map_location: the device of the loaded tensors.
+
+    Warns:
+        CheckpointWarning: newer checkpoints were passed over; the message names them and the one taken.
+
+    Raises:
+        CorruptCheckpoint: there are checkpoints, and none can be trusted.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for epoch in (1, 2):
+        ...         _ = save(Path(folder), epoch, {"epoch": epoch})
+        ...     latest(Path(folder))
+        (2, {'epoch': 2})
+    """
+    problems: list[str] = []
+    for epoch in reversed(epochs(folder)):
+        path = _path(folder, epoch)
+        try:
+            state = load(path, map_location=map_location)
+        except CorruptCheckpoint as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            message = f"going back to {path}, the newest checkpoint that is whole: {'; '.join(problems)}"
+            warnings.warn(message, CheckpointWarning, stacklevel=2)
+        return epoch, state
+    if problems:
+        raise CorruptCheckpoint(f"no checkpoint in {folder} can be trusted; start again: {'; '.join(problems)}")
+    return None
+
+
+def epochs(folder: Path) -> list[int]:
+    """The epochs that have a checkpoint file, trusted or not, in increasing order; empty if there is no such folder."""
+    if not folder.is_dir():
+        return []
+    matches = (re.fullmatch(r"epoch-(\d{4,})\.pt", entry.name) for entry in folder.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def prune(folder: Path, keep: Collection[int], last: int = 2) -> None:
+    """Delete all checkpoints but the ``last`` newest, those in ``keep`` and the newest that can be trusted.
+
+    What an interrupted :func:`save` left behind goes too, so no other process may be saving there.
+
+    Args:
+        folder: where the checkpoints live.
+        keep: epochs to keep.
+        last: how many of the newest to keep, at least 1.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for epoch in range(1, 6):
+        ...         _ = save(Path(folder), epoch, {})
+        ...     prune(Path(folder), keep=[1])
+        ...     epochs(Path(folder))
+        [1, 4, 5]
+    """
+    if last < 1:
+        raise ValueError(f"last={last} must be at least 1: the newest checkpoint is what a run resumes from")
+    saved = epochs(folder)
+    trusted = next((epoch for epoch in reversed(saved) if _is_whole(_path(folder, epoch))), None)
+    for epoch in saved[:-last]:
+        if epoch not in keep and epoch != trusted:
+            _path(folder, epoch).unlink()
+    for leftover in folder.glob("epoch-*.tmp"):
+        leftover.unlink()
+    for sidecar in folder.glob("epoch-*.pt.sha256"):
+        if not sidecar.with_suffix("").exists():
+            sidecar.unlink()
+
+
+def _path(folder: Path, epoch: int) -> Path:
+    return folder / f"epoch-{epoch:04d}.pt"
+
+
+def _sidecar(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def _serialise(state: State) -> memoryview:
+    """The bytes of the file, made in memory so that a state that cannot be saved leaves no file."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, map_location="meta", weights_only=True)  # on the meta device no tensor data is read
+    except pickle.UnpicklingError as error:
+        buffer.seek(0)
+        culprits = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(buffer))
+        raise ValueError(
+            f"state holds {culprits}, which load() refuses; keep to tensors, numbers, strings, dicts and lists"
+        ) from error
+    return buffer.getbuffer()
+
+
+def _write(path: Path, content: bytes | memoryview) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the renames in ``folder`` durable, on systems where a folder can be opened."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _verified(path: Path) -> bytes:
+    """The content of a checkpoint file if its checksum agrees; read once, so that what is checked is what is loaded."""
+    data = path.read_bytes()
+    sidecar = _sidecar(path)
+    remedy = "delete it or restore it from a copy; an earlier checkpoint can be resumed from"
+    if not sidecar.exists():
+        raise CorruptCheckpoint(
+            f"{path} has no checksum {sidecar.name}, so its writing may not have finished; {remedy}"
+        )
+    expected = sidecar.read_text(errors="replace").partition(" ")[0]
+    found = hashlib.sha256(data).hexdigest()
+    if found != expected:
+        raise CorruptCheckpoint(f"{path} is corrupt: expected sha256 {expected!r}, found {found!r}; {remedy}")
+    return data
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        _verified(path)
+    except CorruptCheckpoint:
+        return False
+    return True

@@ -1,0 +1,100 @@
+"""The networks of the published experiments, and :func:`build`, which makes one, or a user's own, from its name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from dirprune.lab.models.resnet import resnet18, resnet50
+from dirprune.lab.models.small import small
+from dirprune.lab.models.vgg import vgg16
+from dirprune.lab.models.wide_resnet import wide_resnet
+
+__all__ = ["NAMES", "build", "resnet18", "resnet50", "small", "vgg16", "wide_resnet"]
+
+_BUILDERS: dict[str, Callable[[int], nn.Module]] = {
+    "resnet18": resnet18,
+    "resnet50": resnet50,
+    "small": small,
+    "vgg16": vgg16,
+}
+NAMES = (*_BUILDERS, "wrn28x10")
+
+
+def build(name: str, classes: int) -> nn.Module:
+    """The network called ``name``; its weights depend on torch's random state alone, so seed first.
+
+    Args:
+        name: ``"vgg16"``, ``"wrn28x10"`` (any ``"wrn{depth}x{width}"``), ``"resnet50"``, ``"resnet18"`` (the CIFAR
+            stem), ``"small"``; or ``"package.module:callable"`` for your own. That callable gets the number of classes
+            as ``num_classes`` or ``classes``, whichever it names (``num_classes`` if it takes any keyword, as
+            torchvision's and timm's do), and no argument if it takes neither.
+        classes: number of outputs, at least 1.
+
+    Example:
+        >>> sum(p.numel() for p in build("small", classes=10).parameters())
+        40394
+    """
+    if classes < 1:
+        raise ValueError(f"classes={classes} must be at least 1")
+    if ":" in name:
+        return _build_own(name, classes)
+    if name in _BUILDERS:
+        return _BUILDERS[name](classes)
+    if wrn := re.fullmatch(r"wrn(\d+)x(\d+)", name):
+        return wide_resnet(int(wrn[1]), int(wrn[2]), classes)
+    nearest = difflib.get_close_matches(name.lower(), NAMES, n=1)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    raise ValueError(
+        f"model={name!r} is not known; {hint}take one of {', '.join(NAMES)} (any wrn<depth>x<width>), "
+        "or your own as package.module:callable"
+    )
+
+
+def _build_own(spec: str, classes: int) -> nn.Module:
+    """Import ``package.module:callable`` and call it."""
+    module_name, _, attribute = spec.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:  # ValueError: an empty module name
+        raise ValueError(
+            f"model={spec!r}: cannot import {module_name!r} ({error}); is it installed, or its folder on PYTHONPATH?"
+        ) from error
+    make = getattr(module, attribute, None)
+    if not callable(make):
+        found = f"is of type {type(make).__name__}" if hasattr(module, attribute) else "does not exist"
+        raise ValueError(f"model={spec!r}: {attribute!r} in {module_name!r} {found}; name a function or class there")
+    model = make(**_class_argument(spec, make, classes))
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model={spec!r} returned a value of type {type(model).__name__}; it must return a torch.nn.Module"
+        )
+    return model
+
+
+def _class_argument(spec: str, make: Callable[..., Any], classes: int) -> dict[str, int]:
+    """How ``make`` wants to hear the number of classes."""
+    try:
+        signature = inspect.signature(make)
+    except ValueError as error:  # some callables written in C
+        raise ValueError(f"model={spec!r}: {error}; wrap it in a function that takes num_classes") from error
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    arguments: dict[str, int] = {}
+    if "classes" in signature.parameters and "num_classes" not in signature.parameters:
+        arguments = {"classes": classes}
+    elif "num_classes" in signature.parameters or takes_any:
+        arguments = {"num_classes": classes}
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        given = ", ".join(f"{key}={value}" for key, value in arguments.items()) or "no argument"
+        raise ValueError(
+            f"model={spec!r}: called with {given}, but {error}; wrap it in a function that takes num_classes alone"
+        ) from error
+    return arguments

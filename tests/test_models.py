@@ -1,0 +1,505 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dirprune.lab.models import NAMES, build, resnet18, resnet50, small, vgg16, wide_resnet
+
+Weights = dict[str, Tensor]
+
+
+def seeded(name: str, classes: int = 10) -> nn.Module:
+    torch.manual_seed(0)
+    return build(name, classes)
+
+
+def on_meta(name: str, classes: int) -> nn.Module:
+    with torch.device("meta"):
+        return build(name, classes)
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+# --- parameter counts, names and shapes ---
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "count"),
+    [
+        ("vgg16", 10, 15_245_130),
+        ("wrn28x10", 10, 36_489_290),
+        ("wrn28x10", 100, 36_546_980),
+        ("resnet50", 1000, 25_557_032),
+        ("resnet18", 10, 11_173_962),
+        ("small", 10, 40_394),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(name: str, classes: int, count: int) -> None:
+    assert sum(parameter.numel() for parameter in on_meta(name, classes).parameters()) == count
+
+
+def test_resnet18_with_the_imagenet_stem_has_torchvisions_count() -> None:
+    with torch.device("meta"):
+        model = resnet18(classes=1000, small_images=False)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 11_689_512
+
+
+def norm_layout(name: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for entry in ("weight", "bias", "running_mean", "running_var"):
+        yield f"{name}.{entry}", (width,)
+    yield f"{name}.num_batches_tracked", ()
+
+
+def torchvision_layout(
+    counts: tuple[int, ...], *, bottleneck: bool, stem: int, classes: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The state_dict of torchvision's ResNets, name and shape in order, from the paper's Table 1."""
+    yield "conv1.weight", (64, 3, stem, stem)
+    yield from norm_layout("bn1", 64)
+    channels = 64
+    for stage, blocks in enumerate(counts):
+        width = 64 * 2**stage
+        out = 4 * width if bottleneck else width
+        for block in range(blocks):
+            at = f"layer{stage + 1}.{block}"
+            shapes = [(width, channels, 3), (width, width, 3)]
+            if bottleneck:
+                shapes = [(width, channels, 1), (width, width, 3), (out, width, 1)]
+            for number, (to, source, kernel) in enumerate(shapes, start=1):
+                yield f"{at}.conv{number}.weight", (to, source, kernel, kernel)
+                yield from norm_layout(f"{at}.bn{number}", to)
+            if channels != out:
+                yield f"{at}.downsample.0.weight", (out, channels, 1, 1)
+                yield from norm_layout(f"{at}.downsample.1", out)
+            channels = out
+    yield "fc.weight", (classes, channels)
+    yield "fc.bias", (classes,)
+
+
+def layout(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
+
+
+def test_resnet50_has_torchvisions_state_dict() -> None:
+    with torch.device("meta"):
+        model = resnet50()
+    assert layout(model) == list(torchvision_layout((3, 4, 6, 3), bottleneck=True, stem=7, classes=1000))
+    assert len(model.state_dict()) == 320
+    assert len(list(model.parameters())) == 161
+    shapes = dict(layout(model))
+    assert shapes["layer1.0.downsample.0.weight"] == (256, 64, 1, 1)
+    assert shapes["layer3.5.conv2.weight"] == (256, 256, 3, 3)
+    assert shapes["layer4.2.bn3.running_var"] == (2048,)
+    assert shapes["fc.weight"] == (1000, 2048)
+
+
+@pytest.mark.parametrize("small_images", [True, False])
+def test_resnet18_has_torchvisions_state_dict(small_images: bool) -> None:
+    with torch.device("meta"):
+        model = resnet18(classes=7, small_images=small_images)
+    stem = 3 if small_images else 7
+    assert layout(model) == list(torchvision_layout((2, 2, 2, 2), bottleneck=False, stem=stem, classes=7))
+    assert len(model.state_dict()) == 122
+
+
+def test_vgg16_numbers_its_convolutions_as_torchvision() -> None:
+    shapes = dict(layout(on_meta("vgg16", 10)))
+    widths = {
+        0: 64,
+        2: 64,
+        5: 128,
+        7: 128,
+        10: 256,
+        12: 256,
+        14: 256,
+        17: 512,
+        19: 512,
+        21: 512,
+        24: 512,
+        26: 512,
+        28: 512,
+    }
+    assert {name for name in shapes if name.startswith("features")} == {
+        f"features.{number}.{entry}" for number in widths for entry in ("weight", "bias")
+    }
+    assert all(shapes[f"features.{number}.weight"][0] == width for number, width in widths.items())
+
+
+# --- forward values, against the same networks written as plain functions of their weights ---
+
+
+def conv(weights: Weights, name: str, x: Tensor, stride: int = 1) -> Tensor:
+    weight = weights[f"{name}.weight"]
+    return F.conv2d(x, weight, weights.get(f"{name}.bias"), stride=stride, padding=weight.shape[-1] // 2)
+
+
+def norm(weights: Weights, name: str, x: Tensor) -> Tensor:
+    mean, var, scale, shift = (
+        weights[f"{name}.{entry}"][:, None, None] for entry in ("running_mean", "running_var", "weight", "bias")
+    )
+    return (x - mean) / (var + 1e-5).sqrt() * scale + shift
+
+
+def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
+    return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+
+def plain_vgg16(weights: Weights, x: Tensor) -> Tensor:
+    for group in ((0, 2), (5, 7), (10, 12, 14), (17, 19, 21), (24, 26, 28)):
+        for number in group:
+            x = conv(weights, f"features.{number}", x).clamp(min=0)
+        x = F.max_pool2d(x, 2)
+    x = x.squeeze((2, 3))
+    for number in (1, 4):
+        x = linear(weights, f"classifier.{number}", x).clamp(min=0)
+    return linear(weights, "classifier.6", x)
+
+
+def plain_wide_resnet(weights: Weights, x: Tensor) -> Tensor:
+    x = conv(weights, "conv1", x)
+    blocks = sorted({name.rpartition(".bn1.")[0] for name in weights if name.startswith("layer") and ".bn1." in name})
+    for block in blocks:
+        stride = 2 if block in ("layer2.0", "layer3.0") else 1
+        out = conv(weights, f"{block}.conv1", norm(weights, f"{block}.bn1", x).clamp(min=0))
+        out = conv(weights, f"{block}.conv2", norm(weights, f"{block}.bn2", out).clamp(min=0), stride)
+        x = out + (conv(weights, f"{block}.shortcut", x, stride) if block.endswith(".0") else x)
+    return linear(weights, "linear", norm(weights, "bn1", x).clamp(min=0).mean((2, 3)))
+
+
+def plain_resnet(weights: Weights, x: Tensor) -> Tensor:
+    imagenet = weights["conv1.weight"].shape[-1] == 7
+    x = norm(weights, "bn1", conv(weights, "conv1", x, 2 if imagenet else 1)).clamp(min=0)
+    if imagenet:
+        x = F.max_pool2d(x, 3, 2, 1)
+    blocks = sorted({name.rpartition(".conv1.")[0] for name in weights if ".conv1." in name})
+    for block in blocks:
+        stride = 2 if block.endswith(".0") and block != "layer1.0" else 1
+        last = 3 if f"{block}.conv3.weight" in weights else 2
+        out = x
+        for number in range(1, last + 1):
+            # The 3×3 convolution strides: the first of a basic block, the second of a bottleneck.
+            out = conv(weights, f"{block}.conv{number}", out, stride if number == last - 1 else 1)
+            out = norm(weights, f"{block}.bn{number}", out)
+            out = out.clamp(min=0) if number < last else out
+        if f"{block}.downsample.0.weight" in weights:
+            x = norm(weights, f"{block}.downsample.1", conv(weights, f"{block}.downsample.0", x, stride))
+        x = (out + x).clamp(min=0)
+    return linear(weights, "fc", x.mean((2, 3)))
+
+
+def plain_small(weights: Weights, x: Tensor) -> Tensor:
+    x = conv(weights, "conv1", x).clamp(min=0)
+    x = F.max_pool2d(conv(weights, "conv2", x).clamp(min=0), 2)
+    x = F.max_pool2d(conv(weights, "conv3", x).clamp(min=0), 2)
+    return linear(weights, "fc2", linear(weights, "fc1", x.flatten(1)).clamp(min=0))
+
+
+def stir(model: nn.Module) -> None:
+    """Move biases and BatchNorm away from 0 and 1, where a mistake in their use would not show."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point() and tensor.ndim == 1:
+                shift = torch.rand(tensor.shape, generator=generator) - 0.5
+                tensor.add_(shift.abs() if name.endswith("running_var") else shift)
+
+
+@pytest.mark.parametrize(
+    ("model", "plain", "shape"),
+    [
+        (lambda: vgg16(), plain_vgg16, (2, 3, 32, 32)),
+        (lambda: wide_resnet(depth=16, width=2, classes=5), plain_wide_resnet, (2, 3, 32, 32)),
+        (lambda: resnet50(classes=12), plain_resnet, (1, 3, 64, 64)),
+        (lambda: resnet18(classes=12, small_images=False), plain_resnet, (2, 3, 64, 64)),
+        (lambda: resnet18(), plain_resnet, (1, 3, 16, 16)),
+        (lambda: small(), plain_small, (4, 1, 8, 8)),
+        (lambda: small(classes=3, channels=2), plain_small, (4, 2, 8, 8)),
+    ],
+    ids=["vgg16", "wrn16x2", "resnet50", "resnet18-imagenet", "resnet18", "small", "small-2-channels"],
+)
+def test_forward_equals_the_network_as_a_plain_function(
+    model: Callable[[], nn.Module], plain: Callable[[Weights, Tensor], Tensor], shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    network = model().eval()
+    stir(network)
+    inputs = images(*shape)
+    with torch.no_grad():
+        logits = network(inputs)
+        expected = plain(network.state_dict(), inputs)
+    assert logits.shape == (shape[0], list(network.parameters())[-1].numel())
+    scale = float(expected.std())
+    torch.testing.assert_close(logits / scale, expected / scale, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("vgg16", (1, 3, 32, 32), (0.041066, -0.021770)),
+        ("wrn10x2", (1, 3, 32, 32), (0.043543, 0.005222)),
+        ("resnet50", (1, 3, 32, 32), (-1.509900, 0.698828)),
+        ("resnet18", (1, 3, 32, 32), (-0.150382, -0.058522)),
+        ("small", (1, 1, 8, 8), (0.522983, -1.259164)),
+    ],
+)
+def test_forward_value_of_seed_0_is_pinned(name: str, shape: tuple[int, ...], expected: tuple[float, float]) -> None:
+    with torch.no_grad():
+        logits = seeded(name).eval()(images(*shape))
+    assert logits.shape == (1, 10)
+    assert logits[0, [0, -1]].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+# --- what the forward value in eval mode does not show ---
+
+
+def test_vgg16_drops_half_before_each_hidden_layer_when_training() -> None:
+    model = seeded("vgg16").train()
+    inputs: list[Tensor] = []
+    for number in (1, 4):
+        model.get_submodule(f"classifier.{number}").register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1e-3)  # every unit is positive, so a zero is a dropped one
+        model(torch.ones(8, 3, 32, 32))
+    for dropped in inputs:
+        assert float((dropped == 0).float().mean()) == pytest.approx(0.5, abs=0.05)
+    assert len(inputs) == 2
+
+
+def test_only_the_final_batchnorm_of_a_wide_resnet_has_momentum_09() -> None:
+    model = seeded("wrn10x1").train()
+    seen: dict[str, Tensor] = {}
+    for name in ("bn1", "layer1.0.bn1"):
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda m, inputs, name=name: seen.update({name: inputs[0].detach().mean((0, 2, 3))})
+        )
+    model(images(2, 3, 32, 32))
+    buffers = dict(model.named_buffers())
+    torch.testing.assert_close(buffers["bn1.running_mean"], 0.9 * seen["bn1"])
+    torch.testing.assert_close(buffers["layer1.0.bn1.running_mean"], 0.1 * seen["layer1.0.bn1"])
+
+
+def test_small_has_gradients_that_are_means_over_examples() -> None:
+    model = seeded("small").double().train()
+    inputs, targets = images(16, 1, 8, 8).double(), torch.arange(16) % 10
+
+    def gradient(part: slice) -> list[Tensor]:
+        loss = F.cross_entropy(model(inputs[part]), targets[part])
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    halves = zip(gradient(slice(0, 8)), gradient(slice(8, 16)), strict=True)
+    torch.testing.assert_close([(a + b) / 2 for a, b in halves], gradient(slice(0, 16)))
+    assert not list(model.buffers())
+
+
+def test_small_learns_digits_in_five_epochs_of_plain_sgd() -> None:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    inputs = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    targets = torch.tensor(digits.target)
+    model = seeded("small")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        for batch in torch.randperm(1400).split(32):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs[batch]), targets[batch]).backward()
+            optimizer.step()
+    with torch.no_grad():
+        correct = model(inputs[1400:]).argmax(1) == targets[1400:]
+    assert float(correct.float().mean()) > 0.85
+
+
+# --- initial weights ---
+
+
+def assert_variance(tensor: Tensor, variance: float, kurtosis: float) -> None:
+    """Sample mean and variance within 5 standard errors; Var(s²) ≈ (kurtosis − 1)·σ⁴/n."""
+    tensor, n = tensor.detach(), tensor.numel()
+    assert abs(float(tensor.mean())) < 5 * (variance / n) ** 0.5
+    assert float(tensor.square().mean()) == pytest.approx(variance, rel=5 * ((kurtosis - 1) / n) ** 0.5)
+
+
+def assert_normal(tensor: Tensor, variance: float) -> None:
+    assert_variance(tensor, variance, kurtosis=3.0)
+
+
+def assert_default(layer: nn.Conv2d | nn.Linear) -> None:
+    """PyTorch's default: weights and biases uniform within ± fan_in^-½."""
+    fan_in = layer.weight[0].numel()
+    assert layer.bias is not None
+    for tensor in (layer.weight.detach(), layer.bias.detach()):
+        assert float(tensor.abs().max()) <= fan_in**-0.5
+        assert_variance(tensor, 1 / (3 * fan_in), kurtosis=1.8)
+
+
+def layers(model: nn.Module) -> list[nn.Conv2d | nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, (nn.Conv2d, nn.Linear))]
+
+
+def test_vgg16_init() -> None:
+    for layer in layers(seeded("vgg16")):
+        if isinstance(layer, nn.Conv2d):
+            assert_normal(layer.weight, 2 / (9 * layer.out_channels))
+            assert layer.bias is not None
+            assert not layer.bias.any()
+        else:
+            assert_default(layer)
+
+
+def test_wide_resnet_init_is_pytorchs_default() -> None:
+    for layer in layers(seeded("wrn16x4")):
+        assert_default(layer)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_resnet_init(name: str) -> None:
+    model = seeded(name, 100)
+    for layer in layers(model):
+        if isinstance(layer, nn.Conv2d):
+            assert_normal(layer.weight, 2 / (layer.out_channels * layer.weight[0, 0].numel()))
+        else:
+            assert_default(layer)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "wrn10x1"])
+def test_batchnorm_starts_as_the_identity(name: str) -> None:
+    for module in seeded(name).modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert (module.weight == 1).all()
+            assert not module.bias.any()
+
+
+def test_small_init() -> None:
+    *hidden, last = layers(seeded("small"))
+    for layer in hidden:
+        assert_normal(layer.weight, 2 / layer.weight[0].numel())
+        assert layer.bias is not None
+        assert not layer.bias.any()
+    assert_default(last)
+
+
+@pytest.mark.parametrize("name", ["wrn10x1", "small"])
+def test_weights_depend_on_torchs_seed_alone(name: str) -> None:
+    def weights(seed: int, other_seed: int) -> Tensor:
+        random.seed(other_seed)
+        torch.manual_seed(seed)
+        return nn.utils.parameters_to_vector(build(name, 10).parameters()).detach()
+
+    assert weights(1, other_seed=1).equal(weights(1, other_seed=2))
+    assert not weights(1, other_seed=1).equal(weights(2, other_seed=1))
+
+
+# --- building by name ---
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_listed_name_builds_with_the_asked_for_classes(name: str) -> None:
+    assert list(on_meta(name, 7).parameters())[-1].shape == (7,)
+
+
+def test_wide_resnets_of_any_size_build_by_name() -> None:
+    wide = on_meta("wrn16x3", 10)
+    assert len([layer for layer in layers(wide) if layer.weight.ndim == 4 and layer.weight.shape[-1] == 3]) == 16 - 3
+    assert wide.get_submodule("layer3.1.conv2").weight.shape == (192, 192, 3, 3)
+
+
+@pytest.mark.parametrize("depth", [4, 9, 27, 29, -2])
+def test_depth_must_be_6n_plus_4(depth: int) -> None:
+    with pytest.raises(ValueError, match=f"depth={depth} is not 6n"):
+        wide_resnet(depth=depth)
+
+
+@pytest.mark.parametrize("name", ["wrn27x10", "wrn28x0"])
+def test_bad_sizes_in_a_name_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"depth=27|width=0"):
+        build(name, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("vgg-16", "vgg16"), ("VGG16", "vgg16"), ("resnet5", "resnet50"), ("wrn-28-10", "wrn28x10"), ("smal", "small")],
+)
+def test_an_unknown_name_lists_the_known_and_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(ValueError, match=rf"model='{name}' .*did you mean '{nearest}'\?") as caught:
+        build(name, 10)
+    assert all(known in str(caught.value) for known in NAMES)
+
+
+def test_a_name_near_nothing_gets_no_guess() -> None:
+    with pytest.raises(ValueError, match="is not known; take one of resnet18, resnet50"):
+        build("transformer", 10)
+
+
+@pytest.mark.parametrize("classes", [0, -1])
+def test_classes_must_be_positive(classes: int) -> None:
+    with pytest.raises(ValueError, match=f"classes={classes} must be at least 1"):
+        build("small", classes)
+
+
+OWN_MODELS = """
+from torch import nn
+
+def with_num_classes(num_classes=10): return nn.Linear(2, num_classes)
+def with_classes(depth=3, *, classes): return nn.Linear(2, classes)
+def with_both(classes=1, num_classes=1): return nn.Linear(classes, num_classes)
+def with_any_keyword(*, weights=None, **settings): return nn.Linear(2, settings["num_classes"])
+def without(): return nn.Linear(2, 10)
+class Net(nn.Linear):
+    def __init__(self, num_classes): super().__init__(2, num_classes)
+
+def needs_more(num_classes, width): return nn.Linear(width, num_classes)
+def returns_a_number(): return 3
+number = 3
+"""
+
+
+@pytest.fixture
+def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models_of_a_user.py").write_text(OWN_MODELS)
+    (tmp_path / "models_that_lack_a_package.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("own_models")
+@pytest.mark.parametrize(
+    ("attribute", "shape"),
+    [
+        ("with_num_classes", (7, 2)),
+        ("with_classes", (7, 2)),
+        ("with_both", (7, 1)),
+        ("with_any_keyword", (7, 2)),
+        ("without", (10, 2)),
+        ("Net", (7, 2)),
+    ],
+)
+def test_a_users_callable_gets_the_classes_as_it_wants_them(attribute: str, shape: tuple[int, int]) -> None:
+    assert build(f"models_of_a_user:{attribute}", 7).weight.shape == shape
+
+
+@pytest.mark.usefixtures("own_models")
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("no_such_module:net", "cannot import 'no_such_module'.*PYTHONPATH"),
+        (":net", "cannot import ''"),
+        ("models_that_lack_a_package:net", "cannot import .*no_such_package"),
+        ("models_of_a_user:nothing", "'nothing' in 'models_of_a_user' does not exist"),
+        ("models_of_a_user:", "'' in 'models_of_a_user' does not exist"),
+        ("models_of_a_user:number", "'number' in 'models_of_a_user' is of type int"),
+        ("models_of_a_user:needs_more", "num_classes=7, but missing a required argument: 'width'; wrap it"),
+        ("models_of_a_user:returns_a_number", "returned a value of type int; it must return a torch.nn.Module"),
+        ("builtins:dict", "no signature found .*wrap it"),
+    ],
+)
+def test_a_users_callable_that_cannot_work_is_named_with_the_remedy(spec: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"model='{spec}'.*{problem}"):
+        build(spec, 7)
