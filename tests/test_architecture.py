@@ -20,10 +20,14 @@ LIBRARY = {
 }
 # The floors of the lab, upper first: a module imports from lower floors or from its own.
 LAB_FLOORS = [
-    {"cli", "commands"},
-    {"recipes", "runs", "plots", "demo", "tune", "reproduce", "bench"},
-    {"train", "checkpoint", "baselines", "distributed", "schedules"},
-    {"data", "models", "download", "imagefolder"},
+    {"cli"},
+    {"demo", "tune", "report", "reproduce", "bench"},
+    {"experiment"},
+    {"recipes", "runs", "plots"},
+    {"train", "checkpoint", "baselines", "execution", "processes", "schedules"},
+    {"data", "models", "download"},
+    {"imagefolder", "resident", "cifar"},
+    {"loader"},
 ]
 EVERYWHERE = {"torch", "triton"}
 

@@ -60,7 +60,7 @@ def test_equals_the_single_tensor_path(path: dict[str, Any], options: dict[str, 
     step_both((fused, fused_params), (plain, plain_params), range(6, 9))
     zeros = 0
     # The interpreter truncates to bfloat16 where the hardware rounds; weight decay feeds that back.
-    loose = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.bfloat16 and DEVICE == "cpu" else {}
+    loose = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 and DEVICE == "cpu" else {}
     for p, q in zip(fused_params, plain_params, strict=True):
         for key in ("accumulator", "momentum_buffer", "step", "threshold"):
             if key in fused.state[p]:

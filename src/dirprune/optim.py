@@ -238,6 +238,8 @@ def _fused_obstacle(params: Iterable[Tensor]) -> str | None:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return this process's shard of a DTensor: the step is elementwise, so each process takes it on what it holds."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
     # By its method and not its class, whose import loads much that a plain training script does not need.
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard
@@ -245,6 +247,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _local_grad(p: Tensor) -> Tensor:
     grad: Any = p.grad
+    if type(grad) is Tensor:
+        return grad
     if hasattr(grad, "placements") and grad.placements != p.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
     return _local(grad)

@@ -11,7 +11,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import softshrink
 
 Thresholds = Sequence[Tensor] | list[float]
 
@@ -65,6 +66,14 @@ def grda(
         _single_tensor_grda(params, grads, accumulators, buffers, taus, lr=rate, **options)
 
 
+def growth(n: Any, *, rate: Any, c: float, mu: float) -> Any:
+    """τₙ − τₙ₋₁ = c·γ^(μ+½)·(n^μ − (n−1)^μ), for numbers and for tensors.
+
+    In float64: n^μ − (n−1)^μ cancels, and float32 would lose a few percent of it after some 10⁵ steps.
+    """
+    return c * rate ** (mu + 0.5) * (n**mu - (n - 1) ** mu)
+
+
 def grow_thresholds(
     steps: Sequence[Tensor],
     thresholds: Sequence[Tensor],
@@ -74,17 +83,18 @@ def grow_thresholds(
     mu: float,
     momentum: float = 0.0,
 ) -> None:
-    """n ← n + 1, then τ ← τ + c·γ^(μ+½)·(n^μ − (n−1)^μ) with γ = lr/(1−momentum), in place.
-
-    In float64: n^μ − (n−1)^μ cancels, and float32 would lose a few percent of it after some 10⁵ steps.
-    """
+    """n ← n + 1, then τ ← τ + growth(n), in place, with the effective rate γ = lr/(1−momentum)."""
     torch._foreach_add_(list(steps), 1.0)
     if c == 0:
         return
     n = torch.stack(tuple(steps))
-    rate = (lr.to(n) if isinstance(lr, Tensor) else lr) / (1 - momentum)
-    growth = c * rate ** (mu + 0.5) * (n**mu - (n - 1) ** mu)
-    torch._foreach_add_(list(thresholds), list(growth.unbind()))
+    if isinstance(lr, Tensor) or torch.compiler.is_compiling() or n.device.type != "cpu":
+        rate = (lr.to(n) if isinstance(lr, Tensor) else lr) / (1 - momentum)
+        torch._foreach_add_(list(thresholds), list(growth(n, rate=rate, c=c, mu=mu).unbind()))
+    else:  # on the host, once for each count of steps there is: usually one
+        counts = n.tolist()
+        grown = {count: growth(count, rate=lr / (1 - momentum), c=c, mu=mu) for count in set(counts)}
+        torch._foreach_add_(list(thresholds), [grown[count] for count in counts])
 
 
 def _single_tensor_grda(
@@ -169,12 +179,17 @@ def _soft_threshold(v: Tensor, tau: float | Tensor, *, out: Tensor) -> None:
         tau = tau.to(v.dtype)
         out.copy_(v - v.clamp(-tau, tau))
         return
-    plain = out.dtype == v.dtype and v.device.type == "cpu" and v.is_contiguous() and out.is_contiguous()
     if out.dtype == v.dtype:
-        torch.ops.aten.softshrink.out(v, tau, out=out)
+        softshrink(v, tau, out=out)  # type: ignore[call-arg]  # torch's annotation lacks out
     else:
-        out.copy_(nn.functional.softshrink(v, tau))
-    if not plain or _softshrink_leaves_negative_zeros(v.numel(), v.dtype, torch.get_num_threads()):
+        out.copy_(softshrink(v, tau))
+    if not (
+        out.dtype == v.dtype
+        and v.is_cpu
+        and v.is_contiguous()
+        and out.is_contiguous()
+        and not _softshrink_leaves_negative_zeros(v.numel(), v.dtype, torch.get_num_threads())
+    ):
         out.add_(0.0)  # −0.0 + 0.0 = +0.0
 
 
@@ -185,5 +200,5 @@ def _softshrink_leaves_negative_zeros(numel: int, dtype: torch.dtype, threads: i
     Torch's scalar code does, its vector code does not, and which elements fall to which depends on their number and on
     how many threads share them. Asked once a size, this saves most large tensors a pass over memory.
     """
-    probe = nn.functional.softshrink(torch.full((numel,), -0.5, dtype=dtype), 1.0)
+    probe = softshrink(torch.full((numel,), -0.5, dtype=dtype), 1.0)
     return bool(torch.signbit(probe).any())

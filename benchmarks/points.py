@@ -1,0 +1,77 @@
+"""Points of weight space measured a second: the captured forward pass against the plain one.
+
+    python benchmarks/points.py [--model vgg16] [--images 60000] [--batch 128] [--points 5] [--bf16] [--channels-last]
+
+A point is one weight vector measured on all images, BatchNorm's statistics re-estimated where the network has any. The
+images are noise: speed does not depend on what they show. Weights and images lie on the device. Each way gets one
+unmeasured point; then the two alternate, point by point, and the median time of each counts. Without CUDA there is
+nothing to capture, and only the plain way is timed, by default on a small network for digits and few images.
+"""
+
+import argparse
+import statistics
+import time
+from types import SimpleNamespace
+
+import torch
+
+from dirprune.connect import BezierCurve, Evaluator, Loaders
+from dirprune.lab.models import build
+from dirprune.weights import Weights, take
+
+CLASSES = 10
+
+
+def synthetic(images: int, shape: tuple[int, ...], batch: int, device: str) -> Loaders:
+    """Five sixths of the images for training and the rest for testing, as in CIFAR."""
+    inputs = torch.randn(images, *shape, device=device)
+    targets = torch.randint(CLASSES, (images,), device=device)
+    batches = list(zip(torch.split(inputs, batch), torch.split(targets, batch), strict=True))
+    cut = len(batches) * 5 // 6
+    return SimpleNamespace(train=batches[:cut], test=batches[cut:])
+
+
+def seconds(evaluator: Evaluator, weights: Weights) -> float:
+    began = time.perf_counter()
+    evaluator(weights)  # returns numbers, so that the device has finished
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="vgg16" if device == "cuda" else "small")
+    parser.add_argument("--images", type=int, default=60_000 if device == "cuda" else 6_000)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--points", type=int, default=5)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--channels-last", action="store_true")
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    model = build(options.model, CLASSES).to(device)
+    curve = BezierCurve(take(model), take(build(options.model, CLASSES).to(device)), bends=0)
+    shape = (1, 8, 8) if options.model == "small" else (3, 32, 32)
+    loaders = synthetic(options.images, shape, options.batch, device)
+    autocast = torch.bfloat16 if options.bf16 else None
+    ways = {
+        name: Evaluator(model, loaders, autocast=autocast, channels_last=options.channels_last, capture=capture)
+        for name, capture in (("plain", False), ("captured", True))[: 2 if device == "cuda" else 1]
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for i in range(options.points + 1):
+        weights = curve.point(i / options.points)
+        for name, evaluator in ways.items():
+            times[name].append(seconds(evaluator, weights))
+
+    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    print(f"{options.model}, {options.images} images, batch {options.batch}, {machine}, torch {torch.__version__}")
+    medians = {name: statistics.median(measured[1:]) for name, measured in times.items()}
+    for name, median in medians.items():
+        print(f"{name:>9}: {1 / median:8.3f} points a second ({median:.4f} s a point)")
+    if device == "cuda":
+        print(f"captured is {medians['plain'] / medians['captured']:.2f} times as fast as plain")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,433 @@
+"""Curvature of the training loss: products with its Hessian, and the eigenpairs that Lanczos finds with them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dirprune.weights import Weights, unflatten
+
+Kind = Literal["hessian", "gauss-newton"]
+Which = Literal["largest", "magnitude"]
+Loss = Callable[[Any, Any], Tensor]
+Pieces = Sequence[Tensor]
+STRIP = 2**16  # how much of a long vector is summed, or rotated, at a time
+
+
+class SymmetricOperator(Protocol):
+    """What `top_eigenpairs` needs to know of a symmetric matrix: its size and its products."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    def __matmul__(self, vector: Tensor, /) -> Tensor: ...
+
+
+class MatrixOperator:
+    """A symmetric matrix at hand, as an operator.
+
+    >>> MatrixOperator(torch.diag(torch.tensor([1.0, 2.0]))) @ torch.ones(2)
+    tensor([1., 2.])
+    """
+
+    def __init__(self, matrix: Tensor) -> None:
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+            raise ValueError(f"matrix has shape {tuple(matrix.shape)}; a symmetric operator needs a square one")
+        self.matrix, self.size, self.dtype, self.device = matrix, matrix.shape[0], matrix.dtype, matrix.device
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        return torch.matmul(self.matrix, vector)
+
+
+class HessianOperator:
+    """The Hessian of the mean loss over all examples, known by its exact products with vectors.
+
+        H v = Σ_b n_b ∇²f_b(w) v / Σ_b n_b,    n_b examples in batch b, f_b their mean loss
+
+    Vectors are flat, in the order of ``model.named_parameters()``, and have the parameters' dtype and device. The
+    weights are read at every product. The model is evaluated in eval mode and left exactly as it was found; one batch
+    is held at a time. A block of vectors costs less than its vectors one by one. (On CUDA, convolutions round to TF32
+    unless ``torch.backends.cudnn.allow_tf32`` is False, which bounds the residuals an eigensolver can reach.)
+
+    Args:
+        model: any module; attention is evaluated by its plain formula, the only one that differentiates twice.
+        loss_fn: ``loss_fn(model(inputs), targets)``, a mean over the examples of the batch.
+        batches: pairs (inputs, targets) that can be iterated again and again and always hold the same examples;
+            ``len(targets)`` is a batch's number of examples. Tensors are moved to the model's device.
+        parameters: the names to differentiate by, all others staying fixed; None means all.
+        kind: "hessian", or "gauss-newton" for Jᵀ(∇²loss)J, its positive semidefinite part when the loss is convex.
+
+    >>> inputs, targets = torch.tensor([[1.0, 2.0]]), torch.zeros(1, 1)
+    >>> op = HessianOperator(nn.Linear(2, 1, bias=False), nn.MSELoss(), [(inputs, targets)])
+    >>> op @ torch.tensor([1.0, 0.0])                                    # H = 2 x xᵀ
+    tensor([2., 4.])
+
+    Reference: Pearlmutter, Fast exact multiplication by the Hessian (1994); Schraudolph (2002) for Gauss-Newton.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Loss,
+        batches: Iterable[tuple[Any, Any]],
+        *,
+        parameters: Iterable[str] | None = None,
+        kind: Kind = "hessian",
+    ) -> None:
+        if kind not in _PRODUCTS:
+            raise ValueError(f"kind is {kind!r}; choose one of {', '.join(map(repr, _PRODUCTS))}")
+        if isinstance(batches, Iterator):
+            raise ValueError("batches is an iterator, spent after one pass; give a list or a DataLoader")
+        chosen = _choose(model, parameters)
+        self.model, self.loss_fn, self.batches, self.kind = model, loss_fn, batches, kind
+        self.names = list(chosen)
+        self.size = sum(parameter.numel() for parameter in chosen.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.get_parameter(self.names[0]).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_parameter(self.names[0]).device
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        """Return H v for one vector [d], or HV for a block [d, k]."""
+        self._check(vector)
+        weights = {name: self.model.get_parameter(name).detach().requires_grad_() for name in self.names}
+        columns = vector.detach().reshape(self.size, -1).T
+        totals = torch.zeros_like(columns)
+        examples = 0
+        with _undisturbed(self.model, self.device), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+            # Copies, because a module may write to its buffers even in eval mode.
+            buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            for inputs, targets in self.batches:
+                self._add_products(inputs, targets, weights, buffers, columns, totals)
+                examples += len(targets)
+        if not examples:
+            raise ValueError("batches holds no examples; give at least one (inputs, targets) pair")
+        return (totals / examples).T.reshape(vector.shape)
+
+    def _add_products(
+        self, inputs: Any, targets: Any, weights: Weights, buffers: Weights, columns: Tensor, totals: Tensor
+    ) -> None:
+        """Add one batch's share to the totals; its graph dies with this call, before the next batch comes."""
+        outputs = functional_call(self.model, {**weights, **buffers}, (_to(inputs, self.device),))
+        product = _PRODUCTS[self.kind](outputs, _to(targets, self.device), self.loss_fn, list(weights.values()))
+        for column, total in zip(columns, totals, strict=True):
+            pieces = product(list(unflatten(column, weights).values()))
+            for part, piece in zip(unflatten(total, weights).values(), pieces, strict=True):
+                part.add_(piece, alpha=len(targets))
+
+    def _check(self, vector: Tensor) -> None:
+        if vector.ndim not in (1, 2) or vector.shape[0] != self.size:
+            raise ValueError(f"vector has shape {tuple(vector.shape)}; give [{self.size}] or [{self.size}, k]")
+        if vector.dtype != self.dtype or vector.device != self.device:
+            raise ValueError(
+                f"vector is {vector.dtype} on {vector.device}, the parameters are {self.dtype} on {self.device}; "
+                "move the vector with .to(op.device, op.dtype), or the model for another precision"
+            )
+
+
+def _choose(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Parameter]:
+    """Return the named parameters, in the model's order."""
+    known = dict(model.named_parameters())
+    wanted = set(known if names is None else names)
+    if unknown := wanted - known.keys():
+        raise ValueError(f"parameters names {sorted(unknown)}, not in this model; it has {list(known)}")
+    chosen = {name: parameter for name, parameter in known.items() if name in wanted}
+    if not chosen:
+        raise ValueError("there are no parameters to differentiate by; name at least one in parameters")
+    kinds = {(parameter.dtype, parameter.device) for parameter in chosen.values()}
+    if len(kinds) > 1:
+        raise ValueError(f"the parameters differ in dtype or device: {sorted(map(str, kinds))}; move them to one")
+    return chosen
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluate the model in eval mode, and give back its modes and the random state as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    # Iterating a DataLoader draws from torch's generator, shuffling or not.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+def _to(data: Any, device: torch.device) -> Any:
+    return data.to(device, non_blocking=True) if isinstance(data, Tensor) else data
+
+
+def _vjp(outputs: Pieces, inputs: Pieces, vectors: Pieces, *, create_graph: bool = False) -> Pieces:
+    """Return Jᵀv, with zeros where the outputs do not depend on an input; the graph is kept for the next v."""
+    pairs = [(output, vector) for output, vector in zip(outputs, vectors, strict=True) if output.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(x) for x in inputs]
+    kept, weights = zip(*pairs, strict=True)
+    return torch.autograd.grad(
+        kept, inputs, weights, retain_graph=True, create_graph=create_graph, materialize_grads=True
+    )
+
+
+def _hessian_product(outputs: Any, targets: Any, loss_fn: Loss, weights: Pieces) -> Callable[[Pieces], Pieces]:
+    """Return v ↦ ∇²f v: the gradient differentiated once more, backwards because H = Hᵀ."""
+    loss = loss_fn(outputs, targets)
+    gradient = _vjp([loss], weights, [torch.ones_like(loss)], create_graph=True)
+    return lambda vector: _vjp(gradient, weights, vector)
+
+
+def _gauss_newton_product(outputs: Tensor, targets: Any, loss_fn: Loss, weights: Pieces) -> Callable[[Pieces], Pieces]:
+    """Return v ↦ Jᵀ(∇²loss)Jv; Jv comes from differentiating u ↦ Jᵀu, so that no op needs a forward mode."""
+    point = outputs.detach().requires_grad_()
+    dummy = torch.zeros_like(outputs, requires_grad=True)
+    pulled = _vjp([outputs], weights, [dummy], create_graph=True)
+    curve = _hessian_product(point, targets, loss_fn, [point])
+    return lambda vector: _vjp([outputs], weights, curve(_vjp(pulled, [dummy], vector)))
+
+
+_PRODUCTS = {"hessian": _hessian_product, "gauss-newton": _gauss_newton_product}
+
+
+@dataclass(frozen=True)
+class Eigenpairs:
+    """Eigenvalues [k], eigenvectors as columns [d, k], true residuals ‖Hv − λv‖ [k], and the products they took."""
+
+    values: Tensor
+    vectors: Tensor
+    residuals: Tensor
+    iterations: int
+
+
+@dataclass(frozen=True)
+class LanczosStep:
+    """Where Lanczos stands after one product: the wanted Ritz values, best first, and bounds of their residuals.
+
+    ``basis`` is the solver's own memory: it holds these Ritz vectors only until the next step.
+    """
+
+    values: Tensor
+    bounds: Tensor
+    scale: float
+    iterations: int
+    converged: bool
+    basis: Tensor
+    coefficients: Tensor
+
+    def pairs(self, op: SymmetricOperator) -> Eigenpairs:
+        """Return the eigenpairs found, with true residuals: one more product for each."""
+        vectors = (self.coefficients.to(self.basis).T @ self.basis).T
+        values = self.values.to(self.basis)
+        residuals = torch.linalg.vector_norm(op @ vectors - vectors * values, dim=0)
+        return Eigenpairs(values, vectors, residuals, self.iterations)
+
+
+def top_eigenpairs(
+    op: SymmetricOperator,
+    k: int,
+    *,
+    which: Which = "largest",
+    tolerance: float = 1e-4,
+    max_iterations: int = 500,
+    seed: int = 0,
+    basis_size: int | None = None,
+) -> Eigenpairs:
+    """Return the k greatest eigenvalues of a symmetric operator and their eigenvectors, by thick-restart Lanczos.
+
+        H v_i = λ_i v_i,    ‖H v_i − λ_i v_i‖ ≤ tolerance · max|λ|
+
+    Like every method that starts from one vector, it may see an exactly repeated eigenvalue fewer times than it occurs.
+    To follow a long run, drive `lanczos_steps` instead.
+
+    Args:
+        op: a `HessianOperator`, a `MatrixOperator`, or anything with size, dtype, device and @.
+        which: "largest" on the real line, however large the negative ones are, or "magnitude" for the largest |λ|.
+        tolerance: what the residuals are held to, relative to the largest |λ| seen; a RuntimeWarning tells if not.
+        max_iterations: the number of products to spend (the k of the final residuals not counted).
+        basis_size: the vectors of length d to hold in memory; None means 3k + 20. More need fewer products.
+
+    >>> top_eigenpairs(MatrixOperator(torch.diag(torch.tensor([-5.0, 1.0, 2.0, 3.0]))), 2).values.round(decimals=3)
+    tensor([3., 2.])
+
+    Reference: Wu and Simon, Thick-restart Lanczos method for large symmetric eigenvalue problems (2000).
+    """
+    steps = lanczos_steps(
+        op, k, which=which, tolerance=tolerance, max_iterations=max_iterations, seed=seed, basis_size=basis_size
+    )
+    for step in steps:
+        last = step
+    pairs = last.pairs(op)
+    goal = tolerance * last.scale
+    if missed := int((pairs.residuals > goal).sum()):
+        warnings.warn(
+            f"{missed} of {k} eigenpairs have a residual above {goal:.2g} after {pairs.iterations} products (worst "
+            f"{float(pairs.residuals.max()):.2g}); raise max_iterations={max_iterations}, basis_size or "
+            f"tolerance={tolerance:g}, or work in a higher precision",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return pairs
+
+
+def lanczos_steps(
+    op: SymmetricOperator,
+    k: int,
+    *,
+    which: Which = "largest",
+    tolerance: float = 1e-4,
+    max_iterations: int = 500,
+    seed: int = 0,
+    basis_size: int | None = None,
+) -> Iterator[LanczosStep]:
+    """Yield the state of `top_eigenpairs` once k Ritz values exist, after every product; the arguments are the same.
+
+    >>> op = MatrixOperator(torch.diag(torch.arange(50.0)))
+    >>> for step in lanczos_steps(op, 2):
+    ...     pass                                   # show step.iterations, step.values, step.bounds.max()
+    >>> step.pairs(op).values.round(decimals=2)
+    tensor([49., 48.])
+    """
+    size = min(op.size, 3 * k + 20 if basis_size is None else basis_size)
+    _check_request(op, k, which, size, max_iterations)
+    generator = torch.Generator(op.device).manual_seed(seed)
+    # Rows are basis vectors. The operator projected on them is small: float64, on the host.
+    basis = torch.zeros(size, op.size, dtype=op.dtype, device=op.device)
+    projected = torch.zeros(size, size, dtype=torch.float64)
+    basis[0] = _fresh(basis[:0], generator)
+    count, scale, alone = 0, 0.0, True
+
+    for iteration in range(1, max_iterations + 1):
+        new, overlaps = _orthogonalise(op @ basis[count], basis[: count + 1])
+        column, length = overlaps.cpu(), _length(new)
+        if not math.isfinite(length):
+            raise ValueError(f"product {iteration} of op is not finite; are the weights and the loss?")
+        projected[count, : count + 1] = projected[: count + 1, count] = column
+        count += 1
+        values, vectors = _ritz(projected[:count, :count], which)
+        scale = max(scale, float(values.abs().max()))
+        # Below this the rest is round-off: the basis spans an invariant space, and another vector must lead out of it.
+        closed = length <= 100 * torch.finfo(op.dtype).eps * scale or count == op.size
+        bounds = (0.0 if closed else length) * vectors[-1].abs()
+
+        if count >= k:
+            # A random vector that starts and closes a space is an eigenvector, so all that remains shares its value.
+            beaten = bool(_merit(column[-1], which) <= _merit(values[k - 1], which) + 1e-6 * scale)
+            rest_known = count == op.size or (closed and alone and beaten)
+            small = bool((bounds[:k] <= tolerance * scale).all())
+            done = small and (rest_known or not closed)
+            yield LanczosStep(values[:k], bounds[:k], scale, iteration, done, basis[:count], vectors[:, :k])
+            if done:
+                return
+        if count == size:
+            kept = k + (size - k) // 2
+            _rotate(basis, vectors[:, :kept])
+            projected.zero_()
+            projected.diagonal()[:kept] = values[:kept]
+            count = kept
+        basis[count] = _fresh(basis[:count], generator) if closed else new / length
+        alone = closed
+
+
+def _check_request(op: SymmetricOperator, k: int, which: str, size: int, max_iterations: int) -> None:
+    if which not in ("largest", "magnitude"):
+        raise ValueError(f"which is {which!r}; choose 'largest' or 'magnitude'")
+    if not 1 <= k <= op.size:
+        raise ValueError(f"k is {k}; an operator of size {op.size} has 1 to {op.size} eigenpairs")
+    if size < min(k + 2, op.size):
+        raise ValueError(f"basis_size is {size}; {k} eigenpairs need at least {k + 2}")
+    if max_iterations < k:
+        raise ValueError(f"max_iterations is {max_iterations}; {k} eigenpairs need at least {k}")
+
+
+def _orthogonalise(vector: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the vector without its components on the rows of the basis, and those components."""
+    overlaps = inner(basis, vector)
+    vector = vector - overlaps.to(vector) @ basis
+    again = inner(basis, vector)  # what round-off left of them the first time; twice is enough
+    return vector - again.to(vector) @ basis, overlaps + again
+
+
+def inner(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return rows @ columns in float64, summed strip by strip.
+
+    One sum over millions of products in single precision loses half its digits on a CPU.
+    """
+    strips = zip(torch.split(rows, STRIP, dim=1), torch.split(columns, STRIP), strict=True)
+    return torch.stack([(a @ b).double() for a, b in strips]).sum(0)
+
+
+def _length(vector: Tensor) -> float:
+    return math.sqrt(inner(vector.unsqueeze(0), vector))
+
+
+def _fresh(basis: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a random unit vector orthogonal to the basis."""
+    draw = torch.randn(basis.shape[1], generator=generator, dtype=basis.dtype, device=basis.device)
+    vector, _ = _orthogonalise(draw, basis)
+    return vector / _length(vector)
+
+
+def _ritz(projected: Tensor, which: str) -> tuple[Tensor, Tensor]:
+    """Return the eigenpairs of the small matrix, best first."""
+    values, vectors = torch.linalg.eigh(projected)
+    order = _merit(values, which).argsort(descending=True)
+    return values[order], vectors[:, order]
+
+
+def _merit(values: Tensor, which: str) -> Tensor:
+    return values if which == "largest" else values.abs()
+
+
+def _rotate(basis: Tensor, coefficients: Tensor) -> None:
+    """Replace the first rows of the basis by the Ritz vectors."""
+    turn = coefficients.to(basis).T
+    for strip in torch.split(basis, STRIP, dim=1):  # not all at once: that would take as much memory again
+        strip[: len(turn)] = turn @ strip
+
+
+def dense(op: SymmetricOperator) -> Tensor:
+    """Return the whole matrix [d, d], made exactly symmetric, of an operator small enough for it."""
+    matrix = op @ torch.eye(op.size, dtype=op.dtype, device=op.device)
+    return torch.lerp(matrix, matrix.T, 0.5)
+
+
+def hessian_diagonal(op: SymmetricOperator, *, samples: int = 100, seed: int = 0, block_size: int = 8) -> Tensor:
+    """Return Hutchinson's estimate of the diagonal: the mean of z ⊙ Hz over random signs z.
+
+        E[z ⊙ Hz]_j = H_jj,    with variance Σ_{i≠j} H_ij² / samples
+
+    Args:
+        samples: the number of products.
+        block_size: products made at once, which costs memory and saves time; it does not change the estimate.
+
+    >>> hessian_diagonal(MatrixOperator(torch.diag(torch.tensor([1.0, 2.0]))), samples=1)
+    tensor([1., 2.])
+
+    Reference: Bekas, Kokiopoulou and Saad, An estimator for the diagonal of a matrix (2007).
+    """
+    if samples < 1 or block_size < 1:
+        raise ValueError(f"samples is {samples} and block_size {block_size}; both must be at least 1")
+    generator = torch.Generator(op.device).manual_seed(seed)
+    total = torch.zeros(op.size, dtype=op.dtype, device=op.device)
+    for start in range(0, samples, block_size):
+        rows = min(block_size, samples - start)
+        bits = [torch.randint(2, (op.size,), generator=generator, device=op.device) for _ in range(rows)]
+        signs = 2 * torch.stack(bits, dim=1).to(op.dtype) - 1
+        total += (signs * (op @ signs)).sum(1)
+    return total / samples

@@ -1,0 +1,197 @@
+"""Directional pruning: which weights the flat directions of the loss allow to shrink, and how far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from dirprune.curvature import SymmetricOperator, dense, inner
+from dirprune.weights import Weights, check_alike, flatten, unflatten
+
+Point = TypeVar("Point", Tensor, Weights)
+
+
+def nonflat_basis(op: SymmetricOperator, *, tolerance: float = 1e-6) -> Tensor:
+    """Return orthonormal eigenvectors, as columns, of all eigenvalues with |λ| > tolerance · max|λ|, by dense `eigh`.
+
+    >>> from dirprune.curvature import MatrixOperator
+    >>> nonflat_basis(MatrixOperator(torch.diag(torch.tensor([0.0, 3.0])))).abs()
+    tensor([[0.],
+            [1.]])
+    """
+    values, vectors = torch.linalg.eigh(dense(op).double())
+    basis: Tensor = vectors[:, values.abs() > tolerance * values.abs().max()]
+    return basis.to(op.dtype)
+
+
+def null_projection(op: SymmetricOperator, *, tolerance: float = 1e-6) -> Tensor:
+    """Return Π₀ = I − QQᵀ [d, d], the projection on the kernel of an operator small enough for a dense `eigh`.
+
+    Args:
+        tolerance: an eigenvalue with |λ| ≤ tolerance · max|λ| counts as zero.
+
+    >>> from dirprune.curvature import MatrixOperator
+    >>> null_projection(MatrixOperator(torch.diag(torch.tensor([0.0, 3.0]))))
+    tensor([[1., 0.],
+            [0., 0.]])
+    """
+    basis = nonflat_basis(op, tolerance=tolerance)
+    return torch.eye(op.size, dtype=op.dtype, device=op.device) - basis @ basis.T
+
+
+def directional_score(w: Point, eigenvectors: Tensor) -> Point:
+    """Return the score s of every weight: positive where it can be pruned along the flat directions of the loss.
+
+        s_j = sign(w_j) · (Π₀ sign(w))_j,    Π₀ = I − QQᵀ
+
+    The loss effect of shrinking the weights with s_j > 0 is made up for by growing those with s_j < 0.
+
+    Args:
+        w: trained weights, flat [d] or by name; the score comes back in the same form.
+        eigenvectors: Q [d, k], orthonormal eigenvectors of the space that is *not* flat, as columns: all of them, from
+            `nonflat_basis`, or the first k, from `top_eigenpairs`. No column means that every direction is flat.
+
+    >>> directional_score(torch.tensor([2.0, -1.0]), torch.tensor([[0.6], [0.8]]))
+    tensor([1.1200, 0.8400])
+
+    Reference: Chao, Wang, Xing and Cheng, Directional Pruning of Deep Neural Networks (2020), Definition 1.
+    """
+    if not isinstance(w, Tensor):
+        return unflatten(directional_score(flatten(w), eigenvectors), w)
+    _check_orthonormal(eigenvectors, w.numel())
+    sign = _flat(w, "w").sign()
+    return sign * (sign - eigenvectors @ inner(eigenvectors.T, sign).to(w))
+
+
+def directional_prune(w: Point, score: Point, lam: float) -> Point:
+    """Return the pruned weights û, those with score s_j > 0 shrunk and the others grown.
+
+        û = argmin_u ½‖w − u‖² + λ Σ_j s_j |u_j|,    û_j = sign(w_j) · max(|w_j| − λ s_j, 0)
+
+    Args:
+        w, score: both flat, or both by name.
+        lam: λ ≥ 0; `lam_for_sparsity` finds the one for a wanted sparsity. λ = 0 returns w.
+
+    >>> directional_prune(torch.tensor([2.0, -1.0]), torch.tensor([0.5, -0.5]), 1.0)
+    tensor([ 1.5000, -1.5000])
+
+    Reference: Definition 1 and Proposition A.1 of the paper.
+    """
+    if not (lam >= 0 and math.isfinite(lam)):
+        raise ValueError(f"lam is {lam}; it must be finite and not negative")
+    if not isinstance(w, Tensor):
+        check_alike(w, score, "w", "score")
+        return {name: directional_prune(tensor, score[name], lam) for name, tensor in w.items()}
+    if w.shape != score.shape:
+        raise ValueError(f"score has shape {tuple(score.shape)} and w {tuple(w.shape)}; give one score a weight")
+    return w.sign() * (w.abs() - lam * score).clamp(min=0)
+
+
+def lam_for_sparsity(w: Point, score: Point, sparsity: float) -> float:
+    """Return the least λ at which `directional_prune` leaves at least the wanted fraction of the weights zero.
+
+        û_j(λ) = 0   ⇔   w_j = 0,  or  s_j > 0 and λ ≥ |w_j| / s_j
+
+    so λ is the n-th smallest of these ratios, n = ⌈sparsity · d⌉. Weights with s_j ≤ 0 are never pruned: a sparsity
+    beyond the fraction of the others is an error.
+
+    >>> lam = lam_for_sparsity(torch.tensor([2.0, 1.0, 3.0]), torch.tensor([0.5, -0.5, 0.2]), 1 / 3)
+    >>> round(lam, 5)
+    4.0
+    """
+    if not isinstance(w, Tensor):
+        check_alike(w, score, "w", "score")
+        return lam_for_sparsity(flatten(w), flatten(score), sparsity)
+    if not 0 <= sparsity <= 1:
+        raise ValueError(f"sparsity is {sparsity}; it is a fraction of the weights, from 0 to 1")
+    size, s = w.abs().double().reshape(-1), score.double().reshape(-1)
+    ratios = torch.where(s > 0, size / s, torch.inf).where(size > 0, 0.0)
+    wanted = math.ceil(sparsity * w.numel() - 1e-6)  # 0.3 · 10 is a little more than 3
+    reachable = int(ratios.isfinite().sum())
+    if wanted > reachable:
+        raise ValueError(
+            f"sparsity is {sparsity}, but only {reachable} of {w.numel()} weights ({reachable / w.numel():.4f}) "
+            "are zero or have a positive score; ask for less, or compute the score with fewer eigenvectors"
+        )
+    if wanted == 0:
+        return 0.0
+    # λ s_j must reach |w_j| after rounding in the weights' own precision too.
+    return float(ratios.kthvalue(wanted).values) * (1 + 4 * torch.finfo(w.dtype).eps)
+
+
+@dataclass(frozen=True)
+class PathPoint(Generic[Point]):
+    """One λ of the path: the pruned weights, the fraction of them that is zero, and what was measured there."""
+
+    lam: float
+    weights: Point
+    sparsity: float
+    measures: Mapping[str, float]
+
+
+def directional_path(
+    w: Point, score: Point, lams: Iterable[float], evaluate: Callable[[Point], Mapping[str, float]]
+) -> Iterator[PathPoint[Point]]:
+    """Yield the path û(λ) over the given λ, each point measured by ``evaluate``, which gets the pruned weights.
+
+    >>> w, score = torch.tensor([2.0, -1.0]), torch.tensor([0.5, 1.0])
+    >>> for point in directional_path(w, score, [0.0, 1.0], lambda u: {"norm": float(u.norm())}):
+    ...     print(point.sparsity, round(point.measures["norm"], 3))
+    0.0 2.236
+    0.5 1.5
+    """
+    for lam in lams:
+        pruned = directional_prune(w, score, lam)
+        flat = pruned if isinstance(pruned, Tensor) else flatten(pruned)
+        yield PathPoint(lam, pruned, float((flat == 0).double().mean()), evaluate(pruned))
+
+
+class EigenspaceShare(NamedTuple):
+    """How much of a difference lies in an eigenspace, and how much of a random direction would."""
+
+    share: float
+    random_level: float
+
+
+def eigenspace_share(difference: Tensor | Weights, eigenvectors: Tensor) -> EigenspaceShare:
+    """Return the part of a difference of weights that lies in the span of the eigenvectors.
+
+        ‖QQᵀΔ‖ / ‖Δ‖,    beside √(k/d), its root mean square for a random direction Δ
+
+    Args:
+        difference: Δ, flat [d] or by name, for instance w_gRDA − w_SGD.
+        eigenvectors: Q [d, k], orthonormal columns.
+
+    >>> eigenspace_share(torch.tensor([3.0, 4.0, 0.0, 0.0]), torch.eye(4)[:, :1])
+    EigenspaceShare(share=0.6, random_level=0.5)
+
+    Reference: §4.3 of the paper.
+    """
+    delta = _flat(difference, "difference") if isinstance(difference, Tensor) else flatten(difference)
+    _check_orthonormal(eigenvectors, delta.numel())
+    length = float(inner(delta.unsqueeze(0), delta).sqrt())
+    if not (length > 0 and math.isfinite(length)):
+        raise ValueError(f"difference has length {length}; its direction is not defined")
+    inside = float(inner(eigenvectors.T, delta).norm())
+    return EigenspaceShare(inside / length, math.sqrt(eigenvectors.shape[1] / delta.numel()))
+
+
+def _flat(vector: Tensor, name: str) -> Tensor:
+    if vector.ndim != 1:
+        raise ValueError(f"{name} has shape {tuple(vector.shape)}; give a flat vector, or weights by name")
+    return vector
+
+
+def _check_orthonormal(vectors: Tensor, size: int) -> None:
+    """Refuse what is not an orthonormal basis: I − QQᵀ would silently be no projection."""
+    if vectors.ndim != 2 or vectors.shape[0] != size:
+        raise ValueError(f"eigenvectors has shape {tuple(vectors.shape)}; {size} weights need [{size}, k], as columns")
+    gram = inner(vectors.T, vectors)
+    error = float((gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().sum())
+    if not error <= 1e-2 * max(1, len(gram)):
+        raise ValueError(f"eigenvectors are not orthonormal columns (QᵀQ is off by {error:.2g}); use torch.linalg.qr")

@@ -1,0 +1,239 @@
+"""Fetches the official CIFAR archives: resumable, verified file by file, unpacked safely and all at once."""
+
+import gzip
+import hashlib
+import http.client
+import re
+import shutil
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from email.message import Message
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+Progress = Callable[[int, int | None], None]
+"""Called with the bytes on disk so far and the bytes in all (None where the server does not say)."""
+
+BLOCK = 2**18
+TIMEOUT_S = 30.0
+
+
+class DownloadError(RuntimeError):
+    """Says in one line what went wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class File:
+    """What an unpacked file must be."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A gzipped tar that unpacks to `folder`; only `files` are taken from it."""
+
+    url: str
+    filename: str
+    folder: str
+    files: Mapping[str, File]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Where the set is, and whence: it was present, came from an archive placed by hand, or was downloaded."""
+
+    folder: Path
+    source: Literal["present", "archive", "download"]
+
+
+_CIFAR = "https://www.cs.toronto.edu/~kriz/"
+ARCHIVES: Mapping[str, Archive] = {
+    "cifar10": Archive(
+        url=f"{_CIFAR}cifar-10-binary.tar.gz",
+        filename="cifar-10-binary.tar.gz",
+        folder="cifar-10-batches-bin",
+        files={
+            "data_batch_1.bin": File(30_730_000, "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5"),
+            "data_batch_2.bin": File(30_730_000, "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed"),
+            "data_batch_3.bin": File(30_730_000, "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67"),
+            "data_batch_4.bin": File(30_730_000, "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48"),
+            "data_batch_5.bin": File(30_730_000, "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"),
+            "test_batch.bin": File(30_730_000, "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"),
+        },
+    ),
+    "cifar100": Archive(
+        url=f"{_CIFAR}cifar-100-binary.tar.gz",
+        filename="cifar-100-binary.tar.gz",
+        folder="cifar-100-binary",
+        files={
+            "train.bin": File(153_700_000, "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29"),
+            "test.bin": File(30_740_000, "d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a"),
+        },
+    ),
+}
+
+
+def fetch(
+    name: str,
+    to: Path,
+    *,
+    url: str | None = None,
+    progress: Progress = lambda done, total: None,
+    archives: Mapping[str, Archive] = ARCHIVES,
+) -> Fetched:
+    """Makes the data set `name` be in the folder `to`, downloading only if it must.
+
+    A set that is there and has the right SHA-256 sums is left alone. An archive that lies in `to` is used. Otherwise it
+    is downloaded from `url` (by default the official address), going on from a `.part` file if there is one, and
+    deleted once unpacked. Whatever goes wrong, nothing unverified is left where a data set belongs.
+
+    Example: `fetch("cifar10", Path("data"), progress=lambda done, total: print(done, total))`
+    """
+    if name not in archives:
+        raise ValueError(f"name={name!r}: nothing to download by that name; known are {', '.join(archives)}")
+    archive = archives[name]
+    folder, packed = to / archive.folder, to / archive.filename
+    if not faults(folder, archive.files):
+        return Fetched(folder, "present")
+    to.mkdir(parents=True, exist_ok=True)
+    placed = packed.exists()
+    if not placed:
+        download(url or archive.url, packed, progress=progress)
+    try:
+        unpack(packed, archive, to)
+    except DownloadError as error:
+        if placed:
+            raise DownloadError(f"{error}; replace or remove {packed} and run the command again") from error
+        packed.unlink()
+        raise DownloadError(f"{error}; the download was deleted, run the command again") from error
+    if not placed:
+        packed.unlink()
+    return Fetched(folder, "archive" if placed else "download")
+
+
+def faults(folder: Path, files: Mapping[str, File]) -> list[str]:
+    """What is wrong with the files of `folder`, a phrase each; empty if all are present and have the right content."""
+    found = []
+    for name, file in files.items():
+        path = folder / name
+        if not path.is_file():
+            found.append(f"{name} is missing")
+        elif path.stat().st_size != file.size:
+            found.append(f"{name} has {path.stat().st_size} bytes instead of {file.size}")
+        elif _sha256(path) != file.sha256:
+            found.append(f"{name} has the wrong SHA-256")
+    return found
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def download(url: str, target: Path, *, progress: Progress) -> None:
+    """Downloads to `target` by way of `target`.part, taking up a broken connection as long as each one brings more."""
+    part = target.with_name(f"{target.name}.part")
+    while True:
+        before = _size(part)
+        try:
+            _transfer(url, part, progress)
+            break
+        except (OSError, http.client.HTTPException) as error:  # URLError, timeouts and resets are OSErrors
+            if _size(part) <= before:
+                kept = f"{before} bytes are kept, run the command again to go on" if before else "check the network"
+                raise DownloadError(
+                    f"cannot download {url} ({getattr(error, 'reason', error)}): {kept}, or put {target.name} into "
+                    f"{target.parent} by hand and run the command again"
+                ) from error
+    part.replace(target)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _transfer(url: str, part: Path, progress: Progress) -> None:
+    """One connection: appends what is missing to `part`, or starts over with a server that cannot resume."""
+    start = _size(part)
+    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
+    try:
+        response = urllib.request.urlopen(request, timeout=TIMEOUT_S)
+    except urllib.error.HTTPError as refusal:
+        refusal.close()
+        if refusal.code != http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            raise
+        if _content_range(refusal.headers)[1] != start:  # the file on the server is another one by now
+            part.unlink()
+            _transfer(url, part, progress)
+        return
+    with response:
+        if response.status == http.HTTPStatus.PARTIAL_CONTENT:
+            offset, total = _content_range(response.headers)
+            if offset != start:
+                raise ConnectionError(f"asked for bytes from {start}, was sent bytes from {offset}")
+        else:
+            start, total = 0, int(response.headers["Content-Length"]) if "Content-Length" in response.headers else None
+        done = start
+        with part.open("ab" if start else "wb") as stream:
+            while block := response.read(BLOCK):
+                stream.write(block)
+                done += len(block)
+                progress(done, total)
+    if total is not None and done != total:
+        raise ConnectionError(f"broke off after {done} of {total} bytes")
+
+
+def _content_range(headers: Message) -> tuple[int | None, int | None]:
+    """First byte and size of the whole from `bytes 5-9/10` or `bytes */10`; None for what is not said."""
+    match = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", headers.get("Content-Range", ""))
+    first, total = match.groups() if match else (None, None)
+    return int(first) if first else None, int(total) if total and total != "*" else None
+
+
+def unpack(packed: Path, archive: Archive, to: Path) -> None:
+    """Unpacks the expected files into to/`archive.folder`, after all of them were verified elsewhere."""
+    with tempfile.TemporaryDirectory(dir=to, prefix=f".{archive.folder}-") as scratch:
+        fresh = Path(scratch) / archive.folder
+        fresh.mkdir()
+        _extract(packed, archive, fresh)
+        wrong = faults(fresh, archive.files)
+        if wrong:
+            raise DownloadError(f"{packed} is not the official archive: {', '.join(wrong)}")
+        folder = to / archive.folder
+        if not folder.exists():
+            fresh.rename(folder)
+        else:  # a damaged set, perhaps with files of the user's own: only the files known here are replaced
+            for name in archive.files:
+                (fresh / name).replace(folder / name)
+
+
+def _extract(packed: Path, archive: Archive, into: Path) -> None:
+    """Copies the expected members to into/NAME; the names written are this module's, never the archive's."""
+    expected = {PurePosixPath(archive.folder, name): name for name in archive.files}
+    try:
+        with tarfile.open(packed, "r:gz") as tar:
+            for member in tar:
+                path = PurePosixPath(member.name)
+                if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+                    raise DownloadError(f"{packed} is refused: {member.name!r} is a link or leaves its folder")
+                if path not in expected or not member.isfile():
+                    continue
+                name = expected[path]
+                if member.size != archive.files[name].size:  # before writing: it might fill the disk
+                    raise DownloadError(f"{packed} is not the official archive: {name} has {member.size} bytes")
+                stream = tar.extractfile(member)
+                assert stream is not None, "a regular file has content"
+                with stream, (into / name).open("wb") as target:
+                    shutil.copyfileobj(stream, target, BLOCK)
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DownloadError(f"{packed} is damaged or cut short ({error})") from error

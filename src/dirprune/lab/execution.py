@@ -1,0 +1,184 @@
+"""How a training step runs on a device: precision, memory format, compilation, capture in a CUDA graph.
+
+`PlainStep` is the plain statement of a step. `CapturedStep` is the same step recorded once and replayed, so that no
+Python runs between kernels; a test on a GPU equates the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+PRECISIONS = ("float32", "bfloat16")
+_WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How to run on a device; ``capture`` needs CUDA and one process."""
+
+    precision: str = "float32"
+    channels_last: bool = False
+    compile: bool = False
+    capture: bool = False
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision={self.precision!r} is not known; take one of {', '.join(PRECISIONS)}")
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return the context in which forward passes run."""
+        if self.precision == "float32":
+            return nullcontext()
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
+    def place(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Return the model on the device, in the memory format."""
+        # torch's own annotation of nn.Module.to lacks memory_format.
+        return model.to(device, memory_format=self.memory_format)  # type: ignore[call-overload, no-any-return]
+
+
+class Tally:
+    """Loss and number of right answers of every step of an epoch, on the device, written without the host waiting."""
+
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.losses = torch.zeros(steps, device=device)
+        self.correct = torch.zeros(steps, device=device)
+        self._position = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def reset(self) -> None:
+        for tensor in (self.losses, self.correct, self._position):
+            tensor.zero_()
+
+    def add(self, loss: Tensor, logits: Tensor, targets: Tensor) -> None:
+        self.losses.index_copy_(0, self._position, loss.detach().float().view(1))
+        self.correct.index_copy_(0, self._position, (logits.detach().argmax(1) == targets).sum().float().view(1))
+        self._position += 1
+
+
+class PlainStep:
+    """One optimization step on one batch, operation by operation.
+
+    ``scale`` weighs this process's mean loss in the mean over processes that DDP takes, so that the gradient is that of
+    the global batch however it is divided.
+    """
+
+    def __init__(
+        self, forward: Callable[[Tensor], Tensor], optimizer: Optimizer, tally: Tally, execution: Execution
+    ) -> None:
+        self.forward = forward
+        self.optimizer = optimizer
+        self.tally = tally
+        self.execution = execution
+
+    def __call__(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.execution.autocast(inputs.device):
+            logits = self.forward(inputs.to(memory_format=self.execution.memory_format))
+            total = cross_entropy(logits.float(), targets, reduction="sum")
+        loss = total / max(len(targets), 1)
+        (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.tally.add(loss, logits, targets)
+
+
+class CapturedStep:
+    """The same step as a CUDA graph for each batch shape: copy the batch in, replay.
+
+    The learning rate must be a tensor on the device (GRDA's ``capturable``, a tensor ``lr`` of a fused SGD).
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, tally: Tally, execution: Execution) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.tally = tally
+        self.execution = execution
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+
+    def prepare(self, inputs: Tensor, sizes: Iterable[int]) -> None:
+        """Capture a graph for each batch size; weights, statistics and optimizer state come out as they went in."""
+        saved = _Saved(self.model, self.optimizer)
+        for number, size in enumerate(sizes):
+            static_inputs = inputs[:1].expand(size, *inputs.shape[1:]).contiguous()
+            static_targets = torch.zeros(size, dtype=torch.int64, device=inputs.device)
+            # Only the common batch is worth compiling for; the last, short one of an epoch runs uncompiled.
+            compiles = self.execution.compile and number == 0
+            forward = torch.compile(self.model, dynamic=False) if compiles else self.model
+            step = PlainStep(forward, self.optimizer, self.tally, self.execution)
+            with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
+                stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    for _ in range(_WARMUP_STEPS):
+                        self.tally.reset()
+                        step(static_inputs, static_targets)
+                torch.cuda.current_stream().wait_stream(stream)
+                self.tally.reset()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    step(static_inputs, static_targets)
+            self._graphs[size] = (graph, static_inputs, static_targets)
+            saved.restore()
+        self.tally.reset()
+
+    def __call__(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> None:
+        graph, static_inputs, static_targets = self._graphs[len(targets)]
+        static_inputs.copy_(inputs)
+        static_targets.copy_(targets)
+        graph.replay()
+
+
+class _Saved:
+    """A copy of what a step changes, to put back after rehearsals."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._tensors = [*model.parameters(), *model.buffers()]
+        self._copies = [tensor.detach().clone() for tensor in self._tensors]
+        self._optimizer = optimizer
+        self._states = {
+            p: {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
+            for p, state in optimizer.state.items()
+        }
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            tensor.copy_(copy)
+        for p, state in self._optimizer.state.items():
+            for key, value in state.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if p in self._states:
+                    value.copy_(self._states[p][key])
+                elif key == "accumulator":  # state that the rehearsal made: an accumulator starts at the weights
+                    value.copy_(p)
+                else:
+                    value.zero_()
+
+
+def make_step(
+    model: nn.Module,
+    parallel: nn.Module,
+    optimizer: Optimizer,
+    tally: Tally,
+    execution: Execution,
+    example: Tensor,
+    sizes: Iterable[int],
+) -> PlainStep | CapturedStep:
+    """Return the step for this execution; ``parallel`` is the model, or DDP around it."""
+    if execution.capture and example.device.type == "cuda" and parallel is model:
+        captured = CapturedStep(model, optimizer, tally, execution)
+        captured.prepare(example, sizes)
+        return captured
+    forward = torch.compile(parallel) if execution.compile else parallel
+    return PlainStep(forward, optimizer, tally, execution)

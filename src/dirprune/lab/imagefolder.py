@@ -1,0 +1,207 @@
+"""ImageNet as a folder: train/ and val/ of class folders of JPEGs, read with Pillow in worker processes."""
+
+import math
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dirprune.lab.loader import Batch, Batching, Normalization
+
+SIZE = 224
+RESIZED = 256
+SCALE = (0.08, 1.0)
+RATIO = (3 / 4, 4 / 3)
+SUFFIXES = (".jpeg", ".jpg", ".png")
+
+Box = tuple[float, float, float, float]
+"""Left, upper, right, lower, in pixels of the stored image."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Paths and their classes; `classes` are the folder names in sorted order, a target is a position there."""
+
+    paths: tuple[str, ...]
+    targets: Tensor
+    classes: tuple[str, ...]
+
+    def take(self, indices: Tensor) -> "Images":
+        """The chosen images, in the order of `indices`."""
+        return Images(tuple(self.paths[i] for i in indices.tolist()), self.targets[indices], self.classes)
+
+
+def find_images(folder: Path) -> Images:
+    """Lists folder/CLASS/IMAGE, classes and images in sorted order."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"imagenet: no folder {folder}; `--data` names the folder that holds train/ and val/")
+    classes = tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()))
+    if not classes:
+        raise ValueError(f"{folder}: no class folders; it must hold one folder of images a class")
+    paths: list[str] = []
+    counts = []
+    for name in classes:
+        found = sorted(entry.path for entry in os.scandir(folder / name) if entry.name.lower().endswith(SUFFIXES))
+        if not found:
+            raise ValueError(f"{folder / name}: no images ({', '.join(SUFFIXES)}); add some or remove the class folder")
+        paths += found
+        counts.append(len(found))
+    return Images(tuple(paths), torch.arange(len(classes)).repeat_interleave(torch.tensor(counts)), classes)
+
+
+def find_imagenet(root: Path) -> tuple[Images, Images]:
+    """The images of train and of val under `root`, or under root/imagenet where that exists."""
+    root = root / "imagenet" if (root / "imagenet").is_dir() else root
+    train, test = find_images(root / "train"), find_images(root / "val")
+    differing = sorted(set(train.classes) ^ set(test.classes))
+    if differing:
+        raise ValueError(
+            f"{root}: train/ and val/ must hold the same class folders, but {len(differing)} are in only one of them: "
+            f"{', '.join(differing[:5])}{', ...' if len(differing) > 5 else ''}"
+        )
+    return train, test
+
+
+def random_box(size: tuple[int, int], chance: random.Random) -> Box:
+    """RandomResizedCrop: a box of 8–100 % of the area and of aspect 3/4–4/3 (log-uniform), uniformly placed.
+
+    Boxes that do not fit are drawn again; after ten the greatest central box of an allowed aspect is taken.
+    """
+    width, height = size
+    for _ in range(10):
+        area = width * height * chance.uniform(*SCALE)
+        aspect = math.exp(chance.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
+        across, down = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < across <= width and 0 < down <= height:
+            left, upper = chance.randint(0, width - across), chance.randint(0, height - down)
+            return left, upper, left + across, upper + down
+    across, down = min(width, round(height * RATIO[1])), min(height, round(width / RATIO[0]))
+    left, upper = (width - across) // 2, (height - down) // 2
+    return left, upper, left + across, upper + down
+
+
+def centre_box(size: tuple[int, int]) -> Box:
+    """The part of the stored image that survives "shorter side to 256, then the central 224 × 224"."""
+    width, height = size
+    resized = [RESIZED * side // min(size) for side in size]
+    left, upper = (round((side - SIZE) / 2) for side in resized)
+    x, y = width / resized[0], height / resized[1]
+    return left * x, upper * y, (left + SIZE) * x, (upper + SIZE) * y
+
+
+def crop_resize(image: Image.Image, box: Box) -> Image.Image:
+    """The box of a freshly opened image as 224 × 224 RGB.
+
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the box stays at least 224 wide and high: most of the cost of
+    reading a large photograph is detail that the resize would average away.
+    """
+    width, height = image.size
+    left, upper, right, lower = box
+    wanted = math.ceil(width * SIZE / (right - left)), math.ceil(height * SIZE / (lower - upper))
+    drafted = image.draft("RGB", wanted)
+    scale = drafted[1][2] / width if drafted else 1.0
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    scaled = (left * scale, upper * scale, right * scale, lower * scale)
+    return image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=scaled, reducing_gap=2.0)
+
+
+def read_image(path: str, chance: random.Random | None) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Reads one image as uint8 (224, 224, 3): a random crop and flip by `chance`, or without it the central crop."""
+    try:
+        with Image.open(path) as image:
+            box = random_box(image.size, chance) if chance else centre_box(image.size)
+            pixels = np.asarray(crop_resize(image, box))
+    except Exception as error:  # decoders raise all kinds; whichever it was, the reader needs to know the file
+        raise ValueError(f"{path}: not a readable image ({error}); replace or remove it") from error
+    return pixels[:, ::-1] if chance and chance.random() < 0.5 else pixels
+
+
+@dataclass(frozen=True)
+class Request:
+    """One batch asked of a worker; without a key the images are read plainly."""
+
+    indices: list[int]
+    key: str | None
+
+
+@dataclass(frozen=True)
+class _Reader(Dataset[Batch | str]):
+    """What a worker holds: a request in, uint8 (N, 3, 224, 224) and targets out, or what is wrong with an image.
+
+    The error is handed over rather than raised, since it would arrive buried in the traceback of another process.
+    """
+
+    images: Images
+
+    def __getitem__(self, request: Request) -> Batch | str:
+        try:
+            return self._read(request)
+        except ValueError as error:
+            return str(error)
+
+    def _read(self, request: Request) -> Batch:
+        pixels = np.empty((len(request.indices), 3, SIZE, SIZE), dtype=np.uint8)
+        for row, index in enumerate(request.indices):
+            # An example's own generator: the result depends neither on the worker nor on the example's neighbours.
+            chance = random.Random(f"{request.key}/{index}") if request.key is not None else None
+            pixels[row] = read_image(self.images.paths[index], chance).transpose(2, 0, 1)
+        return torch.from_numpy(pixels), self.images.targets[request.indices]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFolderLoader:
+    """A Loader over images on disk: workers decode and crop, the device normalises.
+
+    `workers=0` reads in this process. Workers are started anew for each pass, so that passes may overlap.
+    """
+
+    images: Images
+    batching: Batching
+    normalization: Normalization
+    device: torch.device
+    workers: int
+    augment: bool
+
+    @property
+    def examples(self) -> int:
+        return len(self.images.paths)
+
+    @property
+    def batch_size(self) -> int:
+        return self.batching.batch_size
+
+    def __len__(self) -> int:
+        return self.batching.batches(self.examples)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches(torch.arange(self.examples), key=None)
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        order = torch.randperm(self.examples, generator=self.batching.generator(epoch))
+        return self._batches(order, key=f"{self.batching.seed}/{epoch}" if self.augment else None)
+
+    def _batches(self, order: Tensor, key: str | None) -> Iterator[Batch]:
+        requests = [Request(share.tolist(), key) for share in self.batching.shares(order)]
+        loader: DataLoader[Batch | str] = DataLoader(
+            _Reader(self.images),
+            batch_size=None,  # a request is a whole batch already
+            sampler=requests,
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # otherwise the loader would draw from the global one
+        )
+        normalise = self.normalization.on(self.device)
+        for answer in loader:
+            if isinstance(answer, str):
+                raise ValueError(answer)
+            pixels, targets = answer
+            inputs = normalise(pixels.to(self.device, non_blocking=True))
+            yield inputs, targets.to(self.device, non_blocking=True)

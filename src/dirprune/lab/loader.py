@@ -1,0 +1,110 @@
+"""What every data set gives: the loader protocol, and the rules of order and normalisation that all loaders share."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs (float32, normalised, on the device) and targets (int64, on the device)."""
+
+
+class Loader(Protocol):
+    """Batches of one set of examples; every pass holds every example exactly once, the last batch may be short."""
+
+    @property
+    def examples(self) -> int:
+        """Examples in one pass, over all processes together."""
+
+    @property
+    def batch_size(self) -> int:
+        """Global batch size, over all processes together."""
+
+    def __len__(self) -> int:
+        """Batches in one pass."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The plain pass: fixed order, no augmentation."""
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """The training pass: shuffled and augmented, a pure function of (seed, epoch)."""
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Which example falls into which batch, and which part of each batch belongs to this process.
+
+    The global batches do not depend on `world_size`: process `rank` takes `batch[rank::world_size]`, perhaps nothing.
+
+    >>> batching = Batching(batch_size=4, seed=0, rank=1, world_size=2)
+    >>> [share.tolist() for share in batching.shares(torch.arange(9))]
+    [[1, 3], [5, 7], []]
+    """
+
+    batch_size: int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size}: a batch needs at least one example")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank={self.rank}, world_size={self.world_size}: rank must lie in 0 ... world_size - 1")
+
+    def batches(self, examples: int) -> int:
+        """Batches in one pass over `examples` examples."""
+        return -(-examples // self.batch_size)
+
+    def shares(self, rows: Tensor) -> list[Tensor]:
+        """This process's rows of every global batch of consecutive rows."""
+        return [batch[self.rank :: self.world_size] for batch in torch.split(rows, self.batch_size)]
+
+    def generator(self, epoch: int) -> torch.Generator:
+        """The source of all of an epoch's randomness; on the CPU, so that every device sees the same order."""
+        return generator(self.seed, epoch)
+
+
+def generator(*key: int) -> torch.Generator:
+    """A CPU generator that depends on all of `key`; hashed, so that neighbouring keys share no stream."""
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """x = (pixel / white − mean) / std, channel by channel.
+
+    `white` is the greatest pixel value, so that `mean` and `std` are stated on the scale 0 ... 1.
+
+    >>> Normalization(mean=(0.5,), std=(0.25,)).on("cpu")(torch.tensor([[[0, 255]]], dtype=torch.uint8))
+    tensor([[[-2.,  2.]]])
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    white: int = 255
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std):
+            raise ValueError(f"mean={self.mean}, std={self.std}: give one value a channel in both")
+        if min(self.std, default=0.0) <= 0:
+            raise ValueError(f"std={self.std}: every channel needs a positive standard deviation")
+
+    def on(self, device: torch.device | str) -> Callable[[Tensor], Tensor]:
+        """The map from uint8 (..., C, H, W) to float32; its constants are moved once, so that calls never wait."""
+        mean, std = (
+            (torch.tensor(values, dtype=torch.float32) * self.white).view(-1, 1, 1).to(device)
+            for values in (self.mean, self.std)
+        )
+        return lambda pixels: torch.sub(pixels, mean).div_(std)
+
+
+IMAGENET_STATISTICS = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""ImageNet's statistics; the published VGG16 runs on CIFAR-10 used them too."""
+
+CIFAR_STATISTICS = Normalization((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+"""The statistics of the published WRN28x10 runs, CIFAR-10 and CIFAR-100."""

@@ -1,0 +1,73 @@
+"""Which of the processes that train together this one is; torch.distributed does the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Process:
+    """One of ``world_size`` processes; the first one writes and prints.
+
+    >>> Process().is_first
+    True
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over all processes."""
+        if self.world_size > 1:
+            tensor = tensor.clone()
+            dist.all_reduce(tensor)
+        return tensor
+
+    def wait(self) -> None:
+        """Wait for all processes to come here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether any process says yes."""
+        return bool(self.sum(torch.tensor(float(flag))) > 0) if self.world_size > 1 else flag
+
+    def parallel(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Return the module to call in training: the model itself, or DDP around it."""
+        if self.world_size == 1:
+            return model
+        if device.type == "cuda":
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[tuple[Process, torch.device]]:
+    """Join the processes that torchrun started, if it did, and leave them at the end.
+
+    Gives this process and the device it should use: of several GPUs its own.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        yield Process(), device
+        return
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield Process(dist.get_rank(), world_size), device
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,237 @@
+"""Recipes: everything that decides a training run, as plain values; one function per published run.
+
+A recipe is data. `dirprune.lab.experiment` turns one into a model, an optimizer and loaders.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from dirprune.lab.execution import Execution
+from dirprune.lab.schedules import Schedule
+
+OPTIMIZERS = ("grda", "sgd")
+STATISTICS = ("", "cifar", "imagenet")
+FAST = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training run, but for where it runs and where its files go.
+
+    ``published`` lists the (c, μ) of the paper's runs; ``exempt`` is what gRDA keeps dense (`prunable_groups`);
+    ``statistics`` names the normalisation, the data set's own if empty; ``keep`` the epochs whose checkpoints stay;
+    ``cpu`` and ``cuda`` say how steps run there.
+    """
+
+    name: str
+    about: str
+    data: str
+    model: str
+    epochs: int
+    batch_size: int = 128
+    optimizer: str = "grda"
+    lr: float = 0.1
+    c: float = 5e-4
+    mu: float = 0.51
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    exempt: tuple[str, ...] = ()
+    schedule: Schedule = field(default_factory=Schedule)
+    statistics: str = ""
+    augment: bool = True
+    validation: float = 0.0
+    seed: int = 0
+    keep: tuple[int, ...] = ()
+    published: tuple[tuple[float, float], ...] = ()
+    cpu: Execution = field(default_factory=Execution)
+    cuda: Execution = FAST
+
+    def __post_init__(self) -> None:
+        checks = [
+            (self.optimizer in OPTIMIZERS, "optimizer", f"take one of {', '.join(OPTIMIZERS)}"),
+            (self.epochs >= 1, "epochs", "train for at least one epoch"),
+            (self.batch_size >= 1, "batch_size", "a batch needs at least one example"),
+            (0 < self.lr < float("inf"), "lr", "give a positive number, e.g. 0.1"),
+            (0 <= self.c < float("inf"), "c", "give a number ≥ 0, e.g. 5e-4"),
+            (0 < self.mu < float("inf"), "mu", "give a number > 0, typically between 0.5 and 1"),
+            (0 <= self.momentum < 1, "momentum", "give a number in [0, 1)"),
+            (0 <= self.validation < 1, "validation", "give the fraction to hold out, in [0, 1)"),
+            (self.statistics in STATISTICS, "statistics", f"take one of {', '.join(STATISTICS[1:])}, or none"),
+        ]
+        for good, name, remedy in checks:
+            if not good:
+                raise ValueError(f"{name}={getattr(self, name)!r} cannot be used; {remedy}")
+
+    def execution(self, device_type: str) -> Execution:
+        """Return how steps run on this kind of device."""
+        return self.cuda if device_type == "cuda" else self.cpu
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Recipe:
+        """Return the recipe that `to_dict`, and JSON after it, gave these values."""
+        known = {f.name for f in fields(Recipe)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(
+                f"the configuration has {', '.join(unknown)}, which this version of dirprune does not know"
+            )
+        made = dict(values)
+        made["schedule"] = Schedule(**{**values["schedule"], "after": tuple(values["schedule"]["after"])})
+        made["cpu"], made["cuda"] = Execution(**values["cpu"]), Execution(**values["cuda"])
+        made["exempt"], made["keep"] = tuple(values["exempt"]), tuple(values["keep"])
+        made["published"] = tuple((c, mu) for c, mu in values["published"])
+        return Recipe(**made)
+
+
+_RECIPES: dict[str, Callable[[], Recipe]] = {}
+
+
+def recipe(function: Callable[[], Recipe]) -> Callable[[], Recipe]:
+    """Register a recipe under the name it gives itself."""
+    _RECIPES[function().name] = function
+    return function
+
+
+def names() -> list[str]:
+    return list(_RECIPES)
+
+
+def get(name: str) -> Recipe:
+    """Return the recipe called ``name``, or say which there are."""
+    if name in _RECIPES:
+        return _RECIPES[name]()
+    nearest = difflib.get_close_matches(name, _RECIPES, n=1, cutoff=0.4)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"there is no recipe {name!r}.{hint} Known: {', '.join(_RECIPES)}")
+
+
+@recipe
+def digits() -> Recipe:
+    return Recipe(
+        name="digits",
+        about="a small conv net on scikit-learn's embedded digits: seconds on a CPU, no download",
+        data="digits",
+        model="small",
+        epochs=40,
+        batch_size=32,
+        c=0.01,
+        mu=0.7,
+        schedule=Schedule("constant-linear-constant"),
+        cuda=Execution(),
+    )
+
+
+@recipe
+def vgg16_cifar10() -> Recipe:
+    return Recipe(
+        name="vgg16-cifar10",
+        about="the paper's VGG16 on CIFAR-10 (600 epochs)",
+        data="cifar10",
+        model="vgg16",
+        epochs=600,
+        c=5e-4,
+        mu=0.6,
+        schedule=Schedule("constant-linear-constant"),
+        statistics="imagenet",
+        published=((5e-4, 0.4), (5e-4, 0.51), (5e-4, 0.6), (5e-4, 0.7)),
+    )
+
+
+@recipe
+def wrn28x10_cifar10() -> Recipe:
+    return Recipe(
+        name="wrn28x10-cifar10",
+        about="the paper's WRN28x10 on CIFAR-10 (200 epochs)",
+        data="cifar10",
+        model="wrn28x10",
+        epochs=200,
+        c=1e-3,
+        mu=0.55,
+        schedule=Schedule("constant-linear-constant"),
+        statistics="cifar",
+        published=((1e-3, 0.501), (1e-3, 0.55), (1e-3, 0.6), (1e-3, 0.65)),
+    )
+
+
+@recipe
+def wrn28x10_cifar100() -> Recipe:
+    return replace(
+        wrn28x10_cifar10(),
+        name="wrn28x10-cifar100",
+        about="the paper's WRN28x10 on CIFAR-100 (200 epochs)",
+        data="cifar100",
+    )
+
+
+@recipe
+def resnet50_imagenet() -> Recipe:
+    return Recipe(
+        name="resnet50-imagenet",
+        about="the paper's ResNet50 on ImageNet at a constant learning rate (146 epochs)",
+        data="imagenet",
+        model="resnet50",
+        epochs=146,
+        batch_size=256,
+        c=5e-3,
+        mu=0.55,
+        statistics="imagenet",
+        published=((5e-3, 0.51), (5e-3, 0.55), (1e-2, 0.4)),
+    )
+
+
+@recipe
+def resnet50_imagenet_drop140() -> Recipe:
+    return replace(
+        resnet50_imagenet(),
+        name="resnet50-imagenet-drop140",
+        about="the same with the learning rate ÷10 after epoch 140",
+        schedule=Schedule("drop", after=(140,)),
+    )
+
+
+@recipe
+def resnet50_imagenet_every30() -> Recipe:
+    return replace(
+        resnet50_imagenet(),
+        name="resnet50-imagenet-every30",
+        about="the same with the learning rate ÷10 after every 30 epochs (90 epochs)",
+        epochs=90,
+        schedule=Schedule("drop", every=30),
+    )
+
+
+@recipe
+def wrn10x1_cifar10_short() -> Recipe:
+    return replace(
+        wrn28x10_cifar10(),
+        name="wrn10x1-cifar10-short",
+        about="a thin WRN on CIFAR-10 for 5 epochs: minutes on a CPU, to try things out",
+        model="wrn10x1",
+        epochs=5,
+        c=5e-3,
+        published=(),
+    )
+
+
+@recipe
+def wrn10x1_cifar100_short() -> Recipe:
+    return replace(
+        wrn10x1_cifar10_short(),
+        name="wrn10x1-cifar100-short",
+        about="a thin WRN on CIFAR-100 for 5 epochs: minutes on a CPU, to try things out",
+        data="cifar100",
+    )
+
+
+@recipe
+def digits_short() -> Recipe:
+    return replace(
+        digits(), name="digits-short", about="the digits recipe for 5 epochs: a second on a CPU", epochs=5, c=0.02
+    )

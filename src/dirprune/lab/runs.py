@@ -1,0 +1,156 @@
+"""A run is a directory of plain files.
+
+config.json         the recipe, every value of it
+environment.json    versions, hardware, commit and command of each session that trained here
+metrics.jsonl       one epoch a line
+checkpoints/        see `dirprune.lab.checkpoint`
+figures/            what `dirprune report` draws
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dirprune
+from dirprune.lab import checkpoint
+from dirprune.lab.recipes import Recipe
+from dirprune.lab.train import EpochRecord
+
+
+class RunExists(FileExistsError):
+    """A run is never overwritten."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on disk and the recipe it follows."""
+
+    folder: Path
+    recipe: Recipe
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def figures(self) -> Path:
+        return self.folder / "figures"
+
+    def records(self) -> list[EpochRecord]:
+        """Return the epochs trained so far; a last line that a crash cut short does not count."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        if lines and not _is_whole(lines[-1]):
+            lines.pop()
+        try:
+            return [EpochRecord(**json.loads(line)) for line in lines]
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ValueError(f"{path} holds a line that is not an epoch record: {error}") from error
+
+    def append(self, record: EpochRecord) -> None:
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(record.to_dict()) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rewind(self, epoch: int) -> None:
+        """Forget the records after ``epoch``: training goes on from there and writes them again."""
+        kept = [record for record in self.records() if record.epoch <= epoch]
+        text = "".join(json.dumps(record.to_dict()) + "\n" for record in kept)
+        _write(self.folder / "metrics.jsonl", text)
+
+    def note_environment(self, device: torch.device, world_size: int) -> None:
+        """Add what this session runs on, and under which command, to environment.json."""
+        path = self.folder / "environment.json"
+        sessions: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+        sessions.append(environment(device, world_size))
+        _write(path, json.dumps(sessions, indent=1) + "\n")
+
+
+def create(folder: Path, recipe: Recipe) -> Run:
+    """Make the directory of a new run; one that is there already is not touched."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunExists(
+            f"{folder} exists and is never overwritten; go on with `dirprune resume {folder}`, or give another --out"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "config.json", json.dumps(recipe.to_dict(), indent=1) + "\n")
+    return Run(folder, recipe)
+
+
+def load(folder: Path) -> Run:
+    """Open a run that is there."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise FileNotFoundError(f"{folder} is not a run: it has no config.json; `dirprune train` makes one")
+    try:
+        return Run(folder, Recipe.from_dict(json.loads(config.read_text())))
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{config} cannot be read as a recipe: {error}") from error
+
+
+def weights_of(run: Run, epoch: int | None = None) -> tuple[int, dict[str, Any]]:
+    """Return (epoch, model state) of the run's newest checkpoint, or of ``epoch``."""
+    if epoch is not None:
+        path = run.checkpoints / f"epoch-{epoch:04d}.pt"
+        return epoch, checkpoint.load(path)["model"]
+    found = checkpoint.latest(run.checkpoints)
+    if found is None:
+        raise FileNotFoundError(f"{run.folder} has no checkpoint yet; `dirprune resume {run.folder}` goes on training")
+    return found[0], found[1]["model"]
+
+
+def environment(device: torch.device, world_size: int = 1) -> dict[str, Any]:
+    """Return versions, hardware, commit and command: what a number needs to be repeated."""
+    cuda = device.type == "cuda"
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": " ".join(["dirprune", *sys.argv[1:]]),
+        "commit": commit(),
+        "dirprune": dirprune.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU",
+        "threads": torch.get_num_threads(),
+        "processes": world_size,
+    }
+
+
+def commit() -> str:
+    """Return the commit of the source that runs, with a + if it was changed; "" outside a repository."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(here.parent))
+        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _is_whole(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -1,0 +1,245 @@
+"""The training loop: a generator of one record an epoch. Logging, saving and stopping are the caller's loop body."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from dirprune import sparsity
+from dirprune.lab.execution import Execution, Tally, make_step
+from dirprune.lab.loader import Loader
+from dirprune.lab.processes import Process
+from dirprune.lab.schedules import Schedule
+
+CHECK_EVERY = 200
+"""Steps between looks at the loss for divergence: each one waits for the device."""
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """What one epoch gave; accuracies in percent, sparsity as a fraction.
+
+    Train loss and accuracy are running means over the epoch, in training mode, on augmented data. ``norm_ratio`` is
+    ‖w‖₂/‖w‖₁ over all parameters, at least d^-½.
+    """
+
+    epoch: int
+    lr: float
+    train_loss: float
+    train_accuracy: float
+    test_loss: float
+    test_accuracy: float
+    sparsity: float
+    weight_sparsity: float
+    norm_ratio: float
+    train_seconds: float
+    test_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Divergence(FloatingPointError):
+    """The loss stopped being a number."""
+
+    def __init__(self, epoch: int, step: int, loss: float) -> None:
+        super().__init__(f"the training loss became {loss} in step {step} of epoch {epoch}")
+        self.epoch = epoch
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean loss, and accuracy in percent, over a whole set."""
+
+    loss: float
+    accuracy: float
+
+
+def train(
+    model: nn.Module,
+    optimizer: Optimizer,
+    train_set: Loader,
+    test_set: Loader,
+    *,
+    epochs: int,
+    lr: float,
+    schedule: Schedule,
+    seed: int,
+    done: int = 0,
+    execution: Execution | None = None,
+    process: Process | None = None,
+) -> Iterator[EpochRecord]:
+    """Train the model in place, and yield a record after each epoch.
+
+    The state after an epoch is a function of (weights, optimizer state, seed, epoch) alone, so that stopping after one
+    and going on later with ``done`` epochs gives the same numbers. The caller's random state is left alone.
+
+    Args:
+        model: on the device of the loaders.
+        optimizer: over the model's parameters; its learning rates are set here.
+        train_set, test_set: what to train on, and what to report on after each epoch.
+        epochs: the length of the schedule.
+        lr, schedule: the learning rate is ``lr * schedule.factor(…)``.
+        seed: of dropout and the like; the order of the data has its own, in the loader.
+        done: epochs already trained.
+        execution: how a step runs.
+        process: this process among those that train together.
+
+    Raises:
+        Divergence: the loss is not finite; the model is then of no use.
+    """
+    execution, process = execution or Execution(), process or Process()
+    example = next(iter(train_set))[0]
+    device = example.device
+    tally = Tally(len(train_set), device)
+    parallel = process.parallel(model, device)
+    sizes = _batch_sizes(train_set)
+    model.train()
+    step = make_step(model, parallel, optimizer, tally, execution, example, sizes)
+    rate = math.nan
+    for epoch in range(done + 1, epochs + 1):
+        start = time.perf_counter()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(_epoch_seed(seed, epoch, process.rank))
+            model.train()
+            tally.reset()
+            for i, (inputs, targets) in enumerate(train_set.epoch(epoch)):
+                if rate != (rate := lr * schedule.factor(epoch, epochs, i / len(train_set))):
+                    set_lr(optimizer, rate)
+                size = min(train_set.batch_size, train_set.examples - i * train_set.batch_size)
+                step(inputs, targets, scale=len(targets) * process.world_size / size)
+                if (i + 1) % CHECK_EVERY == 0:
+                    _check(tally, epoch, i + 1, process)
+        loss, accuracy = _summarise(tally, train_set, epoch, process)
+        trained = time.perf_counter()
+        score = evaluate(model, test_set, execution=execution, process=process)
+        zeros = sparsity(model)
+        yield EpochRecord(
+            epoch=epoch,
+            lr=rate,
+            train_loss=loss,
+            train_accuracy=accuracy,
+            test_loss=score.loss,
+            test_accuracy=score.accuracy,
+            sparsity=zeros.fraction,
+            weight_sparsity=zeros.weight_fraction,
+            norm_ratio=norm_ratio(model),
+            train_seconds=trained - start,
+            test_seconds=time.perf_counter() - trained,
+        )
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, loader: Loader, *, execution: Execution | None = None, process: Process | None = None
+) -> Score:
+    """Return loss and accuracy over every example of a plain pass, in eval mode; the model is left as it was."""
+    execution, process = execution or Execution(), process or Process()
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64)
+    try:
+        for inputs, targets in loader:
+            with execution.autocast(inputs.device):
+                logits = model(inputs.to(memory_format=execution.memory_format)).float()
+            loss = cross_entropy(logits, targets, reduction="sum")
+            right = (logits.argmax(1) == targets).sum()
+            sums = sums.to(inputs.device) + torch.stack([loss.double(), right.double()])
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    loss_sum, correct = process.sum(sums).tolist()
+    return Score(loss_sum / loader.examples, 100 * correct / loader.examples)
+
+
+@torch.no_grad()
+def recalibrate_batchnorm(model: nn.Module, loader: Loader, *, execution: Execution | None = None) -> None:
+    """Replace the running statistics of every BatchNorm by their means over a plain pass of ``loader``."""
+    execution = execution or Execution()
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    if not norms:
+        return
+    modes = [(module, module.training) for module in model.modules()]
+    momenta = [norm.momentum for norm in norms]
+    model.eval()  # nothing but the statistics may depend on the mode
+    try:
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a cumulative mean
+            norm.train()
+        for inputs, _ in loader:
+            with execution.autocast(inputs.device):
+                model(inputs.to(memory_format=execution.memory_format))
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, mode in modes:
+            module.training = mode
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of every group; one that lives in a tensor keeps its tensor, which a graph may read."""
+    for group in optimizer.param_groups:
+        current = group["lr"]
+        if isinstance(current, Tensor):
+            current.fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+@torch.no_grad()
+def norm_ratio(model: nn.Module) -> float:
+    """Return ‖w‖₂/‖w‖₁ over all parameters: d^-½ where all are equally large, 1 where all but one are zero."""
+    parameters: list[Tensor] = list(model.parameters())
+    one = torch.stack(torch._foreach_norm(parameters, 1)).double().sum()
+    two = torch.stack(torch._foreach_norm(parameters, 2)).double().square().sum().sqrt()
+    return float(two / one)
+
+
+def _batch_sizes(loader: Loader) -> list[int]:
+    """Return the batch sizes that occur, the common one first."""
+    last = loader.examples % loader.batch_size
+    if loader.examples < loader.batch_size:
+        return [last]
+    return [loader.batch_size, last] if last else [loader.batch_size]
+
+
+def _epoch_seed(seed: int, epoch: int, rank: int) -> int:
+    digest = hashlib.sha256(f"step/{seed}/{epoch}/{rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _check(tally: Tally, epoch: int, steps: int, process: Process) -> None:
+    """Raise Divergence, in all processes together, if the loss of a step so far is not finite in any."""
+    losses = tally.losses[:steps].tolist()
+    bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    if process.agree(bad is not None):
+        number = steps if bad is None else bad + 1
+        raise Divergence(epoch, number, losses[number - 1])
+
+
+def _summarise(tally: Tally, loader: Loader, epoch: int, process: Process) -> tuple[float, float]:
+    """Return the epoch's mean loss and accuracy over all processes, weighing every example alike."""
+    shares = torch.tensor(
+        [
+            len(
+                range(process.rank, min(loader.batch_size, loader.examples - i * loader.batch_size), process.world_size)
+            )
+            for i in range(len(loader))
+        ],
+        dtype=torch.float64,
+    )
+    _check(tally, epoch, len(loader), process)
+    losses, correct = tally.losses.cpu().double() * shares, tally.correct.cpu().double()
+    loss, right = process.sum(torch.stack([losses.sum(), correct.sum()])).tolist()
+    return loss / loader.examples, 100 * right / loader.examples

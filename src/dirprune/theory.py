@@ -1,0 +1,435 @@
+"""Problems small enough to solve exactly: gRDA beside directional pruning, and beside the law it follows as γ → 0."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
+
+from dirprune.curvature import HessianOperator, MatrixOperator, SymmetricOperator
+from dirprune.direction import directional_prune, directional_score, nonflat_basis
+from dirprune.weights import put, take, unflatten
+
+# What counts as zero among the eigenvalues, relative to the greatest: these problems leave a wide gap around it.
+FLAT = 1e-3
+
+_State = tuple[Tensor, Tensor, Tensor]  # the flow w, and the mean and covariance of V around it
+
+
+class Problem(Protocol):
+    """A batch of b independent training problems, run side by side."""
+
+    @property
+    def start(self) -> Tensor: ...  # [b, d], initial weights
+    @property
+    def examples(self) -> int: ...
+    def gradient(self, w: Tensor, picks: Tensor) -> Tensor:
+        """Return, for weights [..., b, d], the gradients of the loss of one example of each problem, ``picks`` [b]."""
+
+    def hessian(self, index: int, w: Tensor) -> SymmetricOperator:
+        """Return the Hessian of the mean loss of one problem at the weights w [d]."""
+
+
+@dataclass(frozen=True)
+class LeastSquares:
+    """Linear regression: f(w; i) = ½(x_i·w − y_i)², so H = XᵀX/N everywhere.
+
+    Attributes:
+        features: X, [b, N, d].
+        targets: y, [b, N].
+        start: initial weights, [b, d].
+    """
+
+    features: Tensor
+    targets: Tensor
+    start: Tensor
+
+    @property
+    def examples(self) -> int:
+        return self.features.shape[1]
+
+    def gradient(self, w: Tensor, picks: Tensor) -> Tensor:
+        rows = torch.arange(len(picks))
+        x, y = self.features[rows, picks], self.targets[rows, picks]
+        return ((w * x).sum(-1) - y).unsqueeze(-1) * x
+
+    def hessian(self, index: int, w: Tensor) -> MatrixOperator:
+        x = self.features[index]
+        return MatrixOperator(x.T @ x / len(x))
+
+
+def least_squares(
+    problems: int = 3,
+    *,
+    dimension: int = 100,
+    examples: int = 30,
+    rank: int | None = None,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> LeastSquares:
+    """Draw least-squares problems: x Gaussian with E‖x‖² = 10, y = x·w* + noise, and w*, w₀ standard normal.
+
+    Over-parameterised by default: 30 examples in 100 dimensions leave a flat subspace of dimension 70.
+
+    Args:
+        rank: the dimension of the random subspace the features lie in; None means all of it.
+
+    >>> least_squares(2, dimension=10, examples=4).features.shape
+    torch.Size([2, 4, 10])
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    rank = dimension if rank is None else rank
+    features = normal(problems, examples, rank) * math.sqrt(10 / rank)
+    if rank < dimension:
+        features = features @ torch.linalg.qr(normal(problems, dimension, rank))[0].mT
+    teacher = normal(problems, dimension, 1)
+    targets = (features @ teacher).squeeze(-1) + noise * normal(problems, examples)
+    return LeastSquares(features, targets, normal(problems, dimension))
+
+
+@dataclass(frozen=True)
+class TinyNetwork:
+    """A network z = u·tanh(Wx + b) + β with the loss f(w; i) = ½(z(x_i) − y_i)², w = (W, b, u, β) flat.
+
+    Attributes:
+        inputs: [b, N, p].
+        targets: [b, N].
+        start: initial weights, [b, hidden·(p + 2) + 1].
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    start: Tensor
+    hidden: int
+
+    @property
+    def examples(self) -> int:
+        return self.inputs.shape[1]
+
+    def gradient(self, w: Tensor, picks: Tensor) -> Tensor:
+        rows = torch.arange(len(picks))
+        return network_gradient(w, self.inputs[rows, picks], self.targets[rows, picks])
+
+    def hessian(self, index: int, w: Tensor) -> HessianOperator:
+        x, y = self.inputs[index], self.targets[index]
+        with torch.random.fork_rng(devices=[]):  # the layers' own initial values are drawn, and not used
+            model = nn.Sequential(nn.Linear(x.shape[1], self.hidden), nn.Tanh(), nn.Linear(self.hidden, 1)).to(w)
+        put(model, unflatten(w, take(model)))
+        return HessianOperator(model, lambda z, target: (z - target).square().mean() / 2, [(x, y.unsqueeze(-1))])
+
+
+def network_gradient(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return the gradient of `TinyNetwork`'s loss at weights [..., d] for one example x [..., p], y [...].
+
+    Written out because autograd would cost ten times as much as the arithmetic, tens of thousands of times.
+    """
+    inputs = x.shape[-1]
+    hidden = (w.shape[-1] - 1) // (inputs + 2)
+    flat, b, u, beta = torch.split(w, [hidden * inputs, hidden, hidden, 1], dim=-1)
+    a = torch.tanh((flat.reshape(*flat.shape[:-1], hidden, inputs) * x.unsqueeze(-2)).sum(-1) + b)
+    error = (u * a).sum(-1, keepdim=True) + beta - y.unsqueeze(-1)
+    back = error * u * (1 - a * a)
+    return torch.cat([(back.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2), back, error * a, error], dim=-1)
+
+
+def tiny_network(
+    problems: int = 3,
+    *,
+    inputs: int = 8,
+    hidden: int = 12,
+    examples: int = 8,
+    settle: int = 3000,
+    seed: int = 0,
+) -> TinyNetwork:
+    """Draw over-parameterised networks: x, y standard normal, weights normal with variance 1/fan-in.
+
+    Args:
+        settle: steps of gradient descent, at rate 0.1, that lead to ``start``. The theorem asks for a Hessian and for
+            signs that have settled; with 0 the start is the random network, and the distance to Definition 1 stays
+            where the signs that change during training leave it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    x, y = normal(problems, examples, inputs), normal(problems, examples)
+    first, second = normal(problems, hidden * (inputs + 1)), normal(problems, hidden + 1)
+    w = torch.cat([first / math.sqrt(inputs), second / math.sqrt(hidden)], dim=-1)
+    for _ in range(settle):
+        w = w - 0.1 * network_gradient(w.unsqueeze(1), x, y).mean(1)
+    return TinyNetwork(x, y, w, hidden)
+
+
+def grda_steps(
+    start: Tensor, gradient: Callable[[Tensor], Tensor], *, gamma: float, c: Tensor, mu: float
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield gRDA's accumulator and weights after each step at a constant rate; c = 0 is SGD.
+
+        v ← v − γ g(w),    w = sign(v)·max(|v| − τ_n, 0),    τ_n = c·γ^½·(nγ)^μ
+
+    Args:
+        start: v₀ = w₀, any shape.
+        c: broadcast against the weights, so that runs with several c, SGD among them, see the same gradients' draws.
+
+    >>> steps = grda_steps(torch.tensor([1.0]), lambda w: w, gamma=0.25, c=torch.tensor(1.0), mu=0.5)
+    >>> next(steps)
+    (tensor([0.7500]), tensor([0.5000]))
+
+    Reference: Algorithm 1 of the paper, with the sign of its gradient step put right.
+    """
+    v = w = start
+    for n in itertools.count(1):
+        v = v - gamma * gradient(w)
+        tau = c * (math.sqrt(gamma) * (n * gamma) ** mu)
+        w = v - v.clamp(-tau, tau)
+        yield v, w
+
+
+@dataclass(frozen=True)
+class TheoremRow:
+    """gRDA against Definition 1 at one learning rate; means over the problems.
+
+    Attributes:
+        lam: λ = c·√γ·t^μ.
+        distance: ‖w_gRDA − û‖ / ‖w_gRDA − w_SGD‖; 0 when gRDA is directional pruning.
+        cosine_flat: cosine of w_gRDA − w_SGD with −Π₀ sign(w_SGD).
+        cosine_sign: its cosine with −sign(w_SGD), the direction of plain magnitude pruning.
+        zeros_agree: the fraction of weights that are zero in both w_gRDA and û, or in neither.
+        sparsity: the fraction of w_gRDA that is zero.
+    """
+
+    gamma: float
+    c: float
+    mu: float
+    t: float
+    lam: float
+    distance: float
+    cosine_flat: float
+    cosine_sign: float
+    zeros_agree: float
+    sparsity: float
+
+
+def theorem_rows(
+    problem: Problem,
+    gammas: Sequence[float] = (0.1, 0.03, 0.01, 0.003, 0.001),
+    *,
+    c: float = 0.05,
+    mu: float = 0.6,
+    t: float = 60.0,
+    seed: int = 0,
+) -> Iterator[TheoremRow]:
+    """Yield, for each γ, how near gRDA at time t = nγ comes to directional pruning of SGD's weights.
+
+        w_gRDA(t) ≈ û = argmin_u ½‖w_SGD(t) − u‖² + λ Σ_j s_j|u_j|,    λ = c√γ t^μ,    as γ → 0
+
+    SGD and gRDA start from the same weights and see the same examples; Π₀ is exact.
+
+    >>> row, = theorem_rows(least_squares(1, dimension=20, examples=5), [0.01], t=10.0)
+    >>> row.cosine_flat > row.cosine_sign
+    True
+
+    Reference: the paper's theorem on the asymptotic directional pruning of gRDA, §3.
+    """
+    switch = torch.tensor([0.0, c], dtype=problem.start.dtype).reshape(2, 1, 1)
+    for gamma in gammas:
+        steps = _count(t, gamma)
+        generator = torch.Generator().manual_seed(seed)
+        both = problem.start.expand(2, -1, -1)
+        path = grda_steps(both, _stochastic(problem, generator), gamma=gamma, c=switch, mu=mu)
+        _, (sgd, grda) = next(itertools.islice(path, steps - 1, None))
+        lam = c * math.sqrt(gamma) * (steps * gamma) ** mu
+        figures = [
+            _compare(w, g, nonflat_basis(problem.hessian(i, w), tolerance=FLAT), lam)
+            for i, (w, g) in enumerate(zip(sgd, grda, strict=True))
+        ]
+        yield TheoremRow(gamma, c, mu, t, lam, *torch.stack(figures).mean(0).tolist())
+
+
+def _stochastic(problem: Problem, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+    """Return the gradient of one example at random, another at each call."""
+    shape = (problem.start.shape[0],)
+    return lambda w: problem.gradient(w, torch.randint(problem.examples, shape, generator=generator))
+
+
+def _compare(sgd: Tensor, grda: Tensor, nonflat: Tensor, lam: float) -> Tensor:
+    """Return the last five figures of a `TheoremRow`."""
+    score = directional_score(sgd, nonflat)
+    pruned = directional_prune(sgd, score, lam)
+    difference, sign = grda - sgd, sgd.sign()
+    return torch.stack(
+        [
+            (grda - pruned).norm() / difference.norm(),
+            cosine_similarity(difference, -sign * score, dim=0),
+            cosine_similarity(difference, -sign, dim=0),
+            ((grda == 0) == (pruned == 0)).double().mean(),
+            (grda == 0).double().mean(),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The mean [d] and covariance [d, d] of V = (v − w(t))/√γ at time t."""
+
+    t: float
+    mean: Tensor
+    covariance: Tensor
+
+
+def limit_moments(
+    problem: LeastSquares, times: Sequence[float], *, c: float = 0.5, mu: float = 0.6, steps: int = 2000
+) -> list[Moments]:
+    """Solve the limit law of gRDA's accumulator for its moments, with the gradient flow w(t) it moves around.
+
+        dw = −∇F(w) dt
+        dV = −H[V − sign(w) c t^μ] dt + Σ(w)^½ dB
+        m' = −H(m − sign(w) c t^μ),    C' = −HC − CH + Σ(w),    m(0) = 0, C(0) = 0
+
+    with Σ the covariance of one example's gradient; by Runge-Kutta, ``steps`` of them to the last of the ``times``,
+    which must increase. The problem must be a single one (b = 1).
+
+    Reference: the stochastic differential equation in the proof of the paper's theorem, after Chao and Cheng (2019).
+    """
+    x, y = _single(problem)
+    h = x.T @ x / len(x)
+
+    def slope(t: float, state: _State) -> _State:
+        w, mean, covariance = state
+        gradients = (x @ w - y).unsqueeze(-1) * x
+        force = gradients.mean(0)
+        noise = gradients.T @ gradients / len(x) - torch.outer(force, force)
+        shrink = h @ covariance
+        return -force, -h @ (mean - w.sign() * c * t**mu), noise - shrink - shrink.T
+
+    w = problem.start[0]
+    state = (w, torch.zeros_like(w), torch.zeros_like(h))
+    found, now = [], 0.0
+    for t in times:
+        count = max(1, round(steps * (t - now) / times[-1]))
+        for i in range(count):
+            state = _runge_kutta(slope, now + i * (t - now) / count, (t - now) / count, state)
+        now = t
+        found.append(Moments(t, state[1], state[2]))
+    return found
+
+
+def _runge_kutta(slope: Callable[[float, _State], _State], t: float, dt: float, state: _State) -> _State:
+    def ahead(step: float, k: _State) -> _State:
+        return (state[0] + step * k[0], state[1] + step * k[1], state[2] + step * k[2])
+
+    k1 = slope(t, state)
+    k2 = slope(t + dt / 2, ahead(dt / 2, k1))
+    k3 = slope(t + dt / 2, ahead(dt / 2, k2))
+    k4 = slope(t + dt, ahead(dt, k3))
+    a, b, e = ((p + 2 * q + 2 * r + s) / 6 for p, q, r, s in zip(k1, k2, k3, k4, strict=True))
+    return ahead(dt, (a, b, e))
+
+
+def simulated_moments(
+    problem: LeastSquares,
+    times: Sequence[float],
+    *,
+    gamma: float,
+    c: float = 0.5,
+    mu: float = 0.6,
+    runs: int = 2000,
+    seed: int = 0,
+) -> list[Moments]:
+    """Return the same moments as `limit_moments`, measured on many runs of gRDA at a learning rate γ."""
+    x, y = _single(problem)
+    crowd = LeastSquares(x.expand(runs, -1, -1), y.expand(runs, -1), problem.start.expand(runs, -1))
+    gradient = _stochastic(crowd, torch.Generator().manual_seed(seed))
+    path = grda_steps(crowd.start, gradient, gamma=gamma, c=torch.tensor(c, dtype=x.dtype), mu=mu)
+    found, done = [], 0
+    for t in times:
+        v, _ = next(itertools.islice(path, _count(t, gamma) - done - 1, None))
+        done = _count(t, gamma)
+        scaled = (v - gradient_flow(problem, t)) / math.sqrt(gamma)
+        found.append(Moments(t, scaled.mean(0), torch.cov(scaled.T)))
+    return found
+
+
+def gradient_flow(problem: LeastSquares, t: float) -> Tensor:
+    """Return the exact solution w(t) of dw = −∇F(w) dt of a single problem: each eigendirection decays by itself."""
+    x, y = _single(problem)
+    values, vectors = torch.linalg.eigh(x.T @ x / len(x))
+    gradient = x.T @ (x @ problem.start[0] - y) / len(x)
+    # (1 − e^(−λt))/λ, which is t where λ = 0
+    time = torch.where(values > 1e-12, -torch.expm1(-values * t) / values.clamp(min=1e-12), t)
+    return torch.sub(problem.start[0], vectors @ (time * (vectors.T @ gradient)))
+
+
+def _single(problem: LeastSquares) -> tuple[Tensor, Tensor]:
+    if len(problem.start) != 1:
+        raise ValueError(f"problem is a batch of {len(problem.start)}; the limit law is that of one: least_squares(1)")
+    return problem.features[0], problem.targets[0]
+
+
+def _count(t: float, gamma: float) -> int:
+    """Return the number of steps that take time t."""
+    if not (gamma > 0 and t >= gamma):
+        raise ValueError(f"gamma is {gamma} and t {t}; both are positive, and t holds at least one step of gamma")
+    return round(t / gamma)
+
+
+@dataclass(frozen=True)
+class LimitRow:
+    """Simulated gRDA against its limit law at one learning rate and time.
+
+    Attributes:
+        mean_error: ‖simulated mean − limit mean‖ / ‖limit mean‖.
+        spread_error: the same of the covariances, in Frobenius norm.
+        mean_noise, spread_noise: the errors that so few runs would show if the limit were exact.
+    """
+
+    gamma: float
+    t: float
+    runs: int
+    mean_error: float
+    spread_error: float
+    mean_noise: float
+    spread_noise: float
+
+
+def limit_rows(
+    problem: LeastSquares,
+    gammas: Sequence[float] = (0.03, 0.01, 0.003, 0.001),
+    *,
+    c: float = 0.5,
+    mu: float = 0.6,
+    t: float = 4.0,
+    runs: int = 2000,
+    seed: int = 0,
+) -> Iterator[LimitRow]:
+    """Yield, for each γ, how far the moments of simulated runs are from those of the limit law.
+
+    >>> problem = least_squares(1, dimension=6, examples=20, rank=4, noise=1.0)
+    >>> row, = limit_rows(problem, [0.01], t=1.0, runs=200)
+    >>> row.mean_error < 0.5
+    True
+    """
+    (limit,) = limit_moments(problem, [t], c=c, mu=mu)
+    length, spread, trace = (float(x) for x in (limit.mean.norm(), limit.covariance.norm(), limit.covariance.trace()))
+    for gamma in gammas:
+        (seen,) = simulated_moments(problem, [t], gamma=gamma, c=c, mu=mu, runs=runs, seed=seed)
+        yield LimitRow(
+            gamma,
+            t,
+            runs,
+            float((seen.mean - limit.mean).norm()) / length,
+            float((seen.covariance - limit.covariance).norm()) / spread,
+            math.sqrt(trace / runs) / length,
+            math.sqrt((1 + (trace / spread) ** 2) / runs),  # of Gaussian samples
+        )

@@ -1,0 +1,526 @@
+"""Curves, planes and the measurements along them, against valleys whose shape is known."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
+
+from dirprune.connect import (
+    Batch,
+    BezierCurve,
+    CurveProfile,
+    Evaluator,
+    FitRecord,
+    Loaders,
+    Measurement,
+    Plane,
+    curve_profile,
+    fit_curve,
+    plane_profile,
+    profile_points,
+)
+from dirprune.weights import Weights, flatten, put, take
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+class Batches(list[Batch]):
+    """Fixed batches; an epoch gives them in an order that depends on its number alone."""
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(epoch))
+        return (self[i] for i in order.tolist())
+
+
+def loaders_of(train: list[Batch], test: list[Batch] | None = None) -> Loaders:
+    return SimpleNamespace(train=Batches(train), test=Batches(test or train))
+
+
+class Landscape(nn.Module):
+    """A network with two weights, whose output is a given function of them, whatever the inputs."""
+
+    def __init__(self, height: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+        self.height = height
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.height(self.w).expand(len(inputs))
+
+
+def at(x: float, y: float) -> Weights:
+    return {"w": torch.tensor([x, y], dtype=torch.float32)}
+
+
+def output_itself(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.mean()
+
+
+PARABOLA = Landscape(lambda w: (w[1] - w[0] ** 2) ** 2)
+RING = Landscape(lambda w: (w.square().sum() - 1) ** 2)
+NO_CLASSES = loaders_of([(torch.zeros(1, 1), torch.zeros(1))] * 20)
+
+
+def fit(model: nn.Module, curve: BezierCurve, loaders: Loaders, **options: Any) -> list[FitRecord]:
+    return list(fit_curve(model, curve, loaders, **options))
+
+
+def points_of(count: int, *, size: int, seed: int = 0, shape: tuple[int, ...] = (4,)) -> list[Batch]:
+    """Two classes told apart by the sign of a fixed projection; the last batch is ragged if size does not divide."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, *shape, generator=generator)
+    targets = (inputs.flatten(1).sum(1) > 0).long()
+    return list(zip(torch.split(inputs, size), torch.split(targets, size), strict=True))
+
+
+def on(device: str, batches: list[Batch]) -> list[Batch]:
+    return [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
+
+
+def normalised(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+class Growing(nn.Module):
+    """A layer whose buffer changes in training and, unlike BatchNorm's, matters there."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.scale.mul_(1.1)
+        return torch.tanh(self.scale.clone() * inputs)
+
+
+def convolutional(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    body = [nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*body, nn.Linear(4 * 16, 2))
+
+
+def trained(model: nn.Module, batches: list[Batch], *, epochs: int) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    for inputs, targets in batches * epochs:
+        optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+    return model
+
+
+# The curve.
+
+
+def test_one_bend_is_the_published_quadratic() -> None:
+    start, end, bend = at(1, 2), at(-3, 5), torch.tensor([7.0, -4.0])
+    curve = BezierCurve(start, end)
+    with torch.no_grad():
+        curve.bends[0].copy_(bend)
+    for t in (0.0, 0.125, 0.25, 0.5, 0.75, 1.0):
+        expected = (1 - t) ** 2 * start["w"] + 2 * t * (1 - t) * bend + t**2 * end["w"]
+        assert torch.equal(curve.point(t)["w"], expected)
+
+
+@pytest.mark.parametrize("bends", [0, 1, 2, 5])
+def test_ends_are_exact_and_the_unfitted_curve_is_the_straight_line(bends: int) -> None:
+    start, end = take(normalised(0)), take(normalised(1))
+    curve = BezierCurve(start, end, bends=bends)
+    assert all(torch.equal(curve.point(0)[name], start[name]) for name in start)
+    assert all(torch.equal(curve.point(1)[name], end[name]) for name in start)
+    for i, control in enumerate(curve.control_points()):
+        torch.testing.assert_close(flatten(control), torch.lerp(flatten(start), flatten(end), i / (bends + 1)))
+    torch.testing.assert_close(flatten(curve.point(0.3)), torch.lerp(flatten(start), flatten(end), 0.3))
+
+
+def test_higher_degrees_follow_de_casteljau() -> None:
+    curve = BezierCurve(at(0, 0), at(1, 0), bends=3)
+    with torch.no_grad():
+        for bend in curve.bends:
+            bend.normal_(generator=torch.Generator().manual_seed(3))
+    points = torch.stack([control["w"] for control in curve.control_points()])
+    while len(points) > 1:
+        points = torch.lerp(points[:-1], points[1:], 0.37)
+    torch.testing.assert_close(curve.point(0.37)["w"], points[0])
+
+
+def test_only_the_bends_are_parameters_and_state() -> None:
+    curve = BezierCurve(take(normalised(0)), take(normalised(1)), bends=2)
+    size = flatten(take(normalised(0))).numel()
+    assert [p.numel() for p in curve.parameters()] == [size, size]
+    assert list(curve.state_dict()) == ["bends.0", "bends.1"]
+
+
+def test_a_point_is_differentiable_in_the_bend_with_its_coefficient() -> None:
+    curve = BezierCurve(take(normalised(0)), take(normalised(1)))
+    total = torch.stack([piece.sum() for piece in curve.point(0.25).values()]).sum()
+    (gradient,) = torch.autograd.grad(total, list(curve.parameters()))
+    torch.testing.assert_close(gradient, torch.full_like(curve.bends[0], 2 * 0.25 * 0.75))
+
+
+def test_the_order_of_names_does_not_matter() -> None:
+    start, end = take(normalised(0)), take(normalised(1))
+    point = BezierCurve(start, dict(reversed(end.items()))).point(1)
+    assert all(torch.equal(point[name], end[name]) for name in end)
+
+
+def test_mixed_precisions_are_kept() -> None:
+    start = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(2)}
+    assert {n: p.dtype for n, p in BezierCurve(start, start).point(0.5).items()} == {
+        n: p.dtype for n, p in start.items()
+    }
+
+
+def test_bad_curves_are_refused_by_name() -> None:
+    wider = nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Dropout(0.5), nn.Linear(9, 2))
+    with pytest.raises(ValueError, match=r"'0\.weight' has shape \(8, 4\) in start and \(9, 4\) in end"):
+        BezierCurve(take(normalised(0)), take(wider))
+    with pytest.raises(ValueError, match=r"'1\.weight' is in start but not in end"):
+        BezierCurve(take(normalised(0)), take(nn.Sequential(nn.Linear(4, 8))))
+    with pytest.raises(ValueError, match="bends is -1"):
+        BezierCurve(at(0, 0), at(1, 1), bends=-1)
+    with pytest.raises(ValueError, match=r"t is 1\.5"):
+        BezierCurve(at(0, 0), at(1, 1)).point(1.5)
+
+
+# The fit.
+
+
+@pytest.mark.parametrize("build", [None, lambda parameters: torch.optim.Adam(parameters, lr=0.1)], ids=["sgd", "adam"])
+def test_the_fit_finds_a_valley_that_is_a_parabola(build: Callable[[Any], torch.optim.Optimizer] | None) -> None:
+    """(y − x²)² vanishes on the curve from (−1, 1) to (1, 1) whose bend is (0, −1), and on no other."""
+    curve = BezierCurve(at(-1, 1), at(1, 1))
+    optimizer = build(curve.parameters()) if build else None
+    before = curve_profile(PARABOLA, curve, NO_CLASSES, loss_fn=output_itself)
+    records = fit(PARABOLA, curve, NO_CLASSES, epochs=40, optimizer=optimizer, loss_fn=output_itself)
+    after = curve_profile(PARABOLA, curve, NO_CLASSES, loss_fn=output_itself)
+    assert (before.barrier, before.highest.place) == (1.0, (0.5,))
+    torch.testing.assert_close(curve.bends[0].detach(), torch.tensor([0.0, -1.0]), atol=1e-2, rtol=0)
+    assert after.barrier < 1e-4
+    assert records[-1].loss < 1e-4 < records[0].loss
+    assert [record.epoch for record in records] == list(range(1, 41))
+
+
+@pytest.mark.parametrize(("bends", "height"), [(1, 1e-3), (2, 1e-4)])
+def test_the_barrier_across_a_ring_vanishes_on_the_way_around_it(bends: int, height: float) -> None:
+    """(|w|² − 1)²: the chord of a quarter circle climbs to ¼ at its middle; the more bends, the nearer to the arc."""
+    line, curve = BezierCurve(at(1, 0), at(0, 1), bends=0), BezierCurve(at(1, 0), at(0, 1), bends=bends)
+    fit(RING, curve, NO_CLASSES, epochs=30, loss_fn=output_itself, schedule=lambda epoch: 0.1 if epoch < 20 else 0.01)
+    across = curve_profile(RING, line, NO_CLASSES, loss_fn=output_itself)
+    around = curve_profile(RING, curve, NO_CLASSES, loss_fn=output_itself)
+    assert across.barrier == pytest.approx(0.25)
+    assert around.barrier < height
+
+
+def test_one_uniform_t_a_minibatch() -> None:
+    drawn: list[float] = []
+
+    class Watched(BezierCurve):
+        def point(self, t: float) -> Weights:
+            drawn.append(t)
+            return super().point(t)
+
+    fit(RING, Watched(at(1, 0), at(0, 1)), NO_CLASSES, epochs=50, loss_fn=output_itself)
+    drawn.pop(0)  # the check of architecture looks at one point
+    ordered = torch.tensor(drawn).sort().values
+    ranks = torch.arange(1, len(drawn) + 1) / len(drawn)
+    assert len(set(drawn)) == 50 * 20
+    assert (ordered - ranks).abs().max() < 1.63 / math.sqrt(len(drawn))  # Kolmogorov and Smirnov, 1%
+
+
+def test_the_schedule_sets_the_recorded_learning_rate() -> None:
+    records = fit(
+        RING,
+        BezierCurve(at(1, 0), at(0, 1)),
+        NO_CLASSES,
+        epochs=3,
+        loss_fn=output_itself,
+        schedule=lambda e: 1 / (10 * e),
+    )
+    assert [record.lr for record in records] == [1 / 10, 1 / 20, 1 / 30]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_resumed_fit_equals_an_uninterrupted_one_bit_for_bit(device: str) -> None:
+    model, first, last = (nn.Sequential(Growing(), *normalised(seed)).to(device) for seed in range(3))
+    start, end, loaders = take(first), take(last), loaders_of(on(device, points_of(60, size=20)))
+
+    def prepared() -> tuple[BezierCurve, torch.optim.Optimizer]:
+        curve = BezierCurve(start, end)
+        return curve, torch.optim.SGD(curve.parameters(), lr=0.1, momentum=0.9)
+
+    whole, optimizer = prepared()
+    expected = fit(model, whole, loaders, epochs=4, optimizer=optimizer, seed=5)
+    half, optimizer = prepared()
+    records = fit(model, half, loaders, epochs=2, optimizer=optimizer, seed=5)
+    saved = copy.deepcopy((half.state_dict(), optimizer.state_dict()))
+    torch.manual_seed(1234)
+    rest, optimizer = prepared()
+    rest.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    records += fit(model, rest, loaders, epochs=4, first_epoch=3, optimizer=optimizer, seed=5)
+    assert torch.equal(rest.bends[0], whole.bends[0])
+    assert [(r.epoch, r.lr, r.loss, r.accuracy) for r in records] == [
+        (r.epoch, r.lr, r.loss, r.accuracy) for r in expected
+    ]
+    other, optimizer = prepared()
+    fit(model, other, loaders, epochs=4, optimizer=optimizer, seed=6)
+    assert not torch.equal(other.bends[0], whole.bends[0])
+
+
+def test_fitting_uses_dropout_and_batch_statistics() -> None:
+    """In training mode a network that is all dropout loses its whole output with p = 1: the loss is log 2."""
+    model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(1.0))
+    curve = BezierCurve(take(model), {name: w + 1 for name, w in take(model).items()})
+    (record,) = fit(model.eval(), curve, loaders_of(points_of(40, size=20)), epochs=1)
+    assert record.loss == pytest.approx(math.log(2))
+
+
+def test_a_diverging_fit_stops_and_says_where() -> None:
+    curve = BezierCurve(at(-1, 1), at(1, 1))
+    optimizer = torch.optim.SGD(curve.parameters(), lr=1e6)
+    with pytest.raises(FloatingPointError, match=r"diverged in epoch 1 .*lr 1e\+06"):
+        fit(PARABOLA, curve, NO_CLASSES, epochs=2, optimizer=optimizer, loss_fn=output_itself)
+
+
+def test_a_fit_that_cannot_be_is_refused() -> None:
+    curve, loaders = BezierCurve(at(1, 0), at(0, 1)), loaders_of(points_of(20, size=20))
+    with pytest.raises(ValueError, match=r"'0\.weight' is in the model but not in the curve"):
+        fit(normalised(0), curve, loaders)
+    with pytest.raises(ValueError, match="bends=0"):
+        fit(RING, BezierCurve(at(1, 0), at(0, 1), bends=0), loaders)
+    with pytest.raises(ValueError, match="other tensors"):
+        fit(RING, curve, loaders, optimizer=torch.optim.SGD(RING.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="no batches"):
+        fit(RING, curve, SimpleNamespace(train=Batches(), test=Batches()), epochs=1)
+
+
+# What was lent comes back as it was.
+
+
+def lent_state(model: nn.Module) -> dict[str, Any]:
+    return {
+        "tensors": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "grads": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "requires grad": [p.requires_grad for p in model.parameters()],
+        "modes": [module.training for module in model.modules()],
+        "momentum": [getattr(module, "momentum", None) for module in model.modules()],
+        "random": [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if "cuda" in DEVICES else [])],
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_model_and_random_state_are_untouched_even_between_epochs_and_points(device: str) -> None:
+    model, batches = normalised(0).to(device), on(device, points_of(60, size=20))
+    loaders = loaders_of(batches)
+    trained(model, batches, epochs=1)
+    model[3].eval()
+    model[4].bias.requires_grad_(False)
+    start, end, other = take(model), take(normalised(1).to(device)), take(normalised(2).to(device))
+    curve, plane = BezierCurve(start, end), Plane(start, end, other)
+    shuffled = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batches[0]), batch_size=5, shuffle=True)
+    before = lent_state(model)
+
+    def assert_untouched() -> None:
+        torch.testing.assert_close(lent_state(model), before, rtol=0, atol=0)
+
+    for _ in fit_curve(model, curve, loaders, epochs=2):
+        assert_untouched()
+    evaluator = Evaluator(model, SimpleNamespace(train=shuffled, test=shuffled))
+    for _ in profile_points(evaluator, curve.point, [(0.0,), (0.5,)]):
+        assert_untouched()
+    plane_profile(model, plane, loaders, grid=2)
+    assert_untouched()
+    assert all(torch.equal(curve.point(0)[name], start[name]) for name in start)
+
+
+# Measuring.
+
+
+def plain_scores(model: nn.Module, weights: Weights, loaders: Loaders) -> list[float]:
+    """Loss and error over all samples at once, after torch's own re-estimation of BatchNorm."""
+    network = copy.deepcopy(model)
+    put(network, weights)
+    update_bn(loaders.train, network)
+    network.eval()
+    scores = []
+    for half in (loaders.train, loaders.test):
+        inputs, targets = (torch.cat(pieces) for pieces in zip(*half, strict=True))
+        outputs = network(inputs)
+        wrong = (outputs.argmax(1) != targets).sum().item()
+        scores += [nn.functional.cross_entropy(outputs, targets).item(), 100 * wrong / len(targets)]
+    return scores
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_evaluator_agrees_with_a_plain_loop(
+    device: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several weights one after another, and the first again; equal training batches, a ragged test batch."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # or batches of another size round otherwise
+    train, test = points_of(48, size=16, shape=(3, 8, 8)), points_of(35, size=16, seed=1, shape=(3, 8, 8))
+    loaders = loaders_of(on(device, train), on(device, test))
+    model = convolutional(0).to(device)
+    evaluator = Evaluator(model, loaders, channels_last=channels_last)
+    for seed in (1, 2, 1):
+        weights = take(convolutional(seed).to(device))
+        measured = evaluator(weights, (0.5,))
+        expected = plain_scores(model, weights, loaders)
+        actual = [measured.train_loss, measured.train_error, measured.test_loss, measured.test_error]
+        assert actual == pytest.approx(expected, rel=1e-4)
+        assert measured.place == (0.5,)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_lowers_the_precision_and_little_else(device: str) -> None:
+    loaders = loaders_of(on(device, points_of(48, size=16, shape=(3, 8, 8))))
+    model = convolutional(0).to(device)
+    full, low = (Evaluator(model, loaders, autocast=dtype)(take(model)) for dtype in (None, torch.bfloat16))
+    assert low.train_loss != full.train_loss
+    assert low.train_loss == pytest.approx(full.train_loss, rel=0.02)
+
+
+def test_uneven_batches_count_by_their_samples() -> None:
+    """One BatchNorm layer by hand: statistics and loss weigh a batch by its size."""
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    batches = [
+        (torch.tensor([[0.0, 1], [2, 5], [4, 0]]), torch.tensor([0, 0, 1])),
+        (torch.tensor([[9.0, 3], [1, 3]]), torch.tensor([1, 0])),
+    ]
+    mean = torch.stack([len(x) * x.mean(0) for x, _ in batches]).sum(0) / 5
+    variance = torch.stack([len(x) * x.var(0) for x, _ in batches]).sum(0) / 5
+    inputs, targets = (torch.cat(pieces) for pieces in zip(*batches, strict=True))
+    expected = nn.functional.cross_entropy((inputs - mean) / (variance + 1e-5).sqrt(), targets)
+    assert Evaluator(model, loaders_of(batches))(take(model)).train_loss == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_batchnorm_ends_reproduce_the_networks_and_stale_statistics_do_not_matter() -> None:
+    train, test = points_of(320, size=32), points_of(200, size=50, seed=1)
+    loaders = loaders_of(train, test)
+    networks = [trained(normalised(seed), train, epochs=20) for seed in (0, 1)]
+    stale = normalised(2)
+    stale.get_buffer("1.running_mean").fill_(100.0)
+    profile = curve_profile(stale, BezierCurve(*(take(network) for network in networks)), loaders, points=3)
+    for network, measured in zip(networks, (profile.points[0], profile.points[-1]), strict=True):
+        own = torch.cat([network.eval()(inputs).argmax(1) != targets for inputs, targets in test]).double().mean()
+        assert measured.test_error == pytest.approx(100 * own.item(), abs=2)
+        assert measured.test_error < 15
+        assert measured.test_error == pytest.approx(plain_scores(network, take(network), loaders)[3])
+
+
+def test_a_nan_at_one_point_does_not_reach_the_next() -> None:
+    model, loaders = normalised(0), loaders_of(points_of(40, size=20))
+    evaluator = Evaluator(model, loaders)
+    before = evaluator(take(model))
+    assert math.isnan(evaluator({name: w * math.nan for name, w in take(model).items()}).train_loss)
+    assert evaluator(take(model)) == before
+
+
+def test_the_evaluator_refuses_what_it_cannot_measure() -> None:
+    loaders = loaders_of(points_of(20, size=20))
+    with pytest.raises(ValueError, match="capture is True but the model is on cpu"):
+        Evaluator(normalised(0), loaders, capture=True)
+    with pytest.raises(ValueError, match=r"'0\.weight' is in the model but not in weights"):
+        Evaluator(normalised(0), loaders)(at(0, 0))
+    with pytest.raises(ValueError, match=r"loaders\.test gave no batches"):
+        Evaluator(normalised(0), SimpleNamespace(train=loaders.train, test=[]))(take(normalised(0)))
+
+
+def test_a_profile_gives_barrier_place_and_best_point() -> None:
+    rows = [(0.0, 0.1, 9.0, 0.5), (0.5, 0.7, 8.0, 0.4), (0.75, 0.2, 8.0, 0.3), (1.0, 0.3, 9.5, 0.2)]
+    profile = CurveProfile(tuple(Measurement((t,), loss, 0.0, test, error) for t, loss, error, test in rows))
+    assert profile.barrier == pytest.approx(0.7 - 0.3)
+    assert profile.highest.place == (0.5,)
+    assert profile.best.place == (0.75,)
+    broken = CurveProfile((profile.points[0], Measurement((0.5,), *[math.nan] * 4), profile.points[-1]))
+    assert broken.highest.place == (0.5,)
+    assert broken.best.place == (0.0,)
+
+
+def test_a_profile_is_equidistant_and_can_be_taken_up_where_it_was_left() -> None:
+    line = BezierCurve(at(1, 0), at(0, 1), bends=0)
+    whole = curve_profile(RING, line, NO_CLASSES, points=5, loss_fn=output_itself)
+    rest = profile_points(Evaluator(RING, NO_CLASSES, loss_fn=output_itself), line.point, [(0.5,), (0.75,), (1.0,)])
+    assert [point.place for point in whole.points] == [(0.0,), (0.25,), (0.5,), (0.75,), (1.0,)]
+    assert [(p.place, p.train_loss) for p in rest] == [(p.place, p.train_loss) for p in whole.points[2:]]
+    assert all(math.isnan(point.train_error) for point in whole.points)
+    with pytest.raises(ValueError, match="points is 1"):
+        curve_profile(RING, line, NO_CLASSES, points=1)
+
+
+# The plane.
+
+
+def test_plane_coordinates_invert_and_keep_distances() -> None:
+    corners = [take(normalised(seed)) for seed in range(3)]
+    plane = Plane(*corners)
+    places = [(0.0, 0.0), (1.5, -2.0), (-0.3, 4.0)]
+    for place in places:
+        assert plane.coordinates(plane.point(*place)) == pytest.approx(place, abs=1e-5)
+    for a in places:
+        for b in places:
+            apart = (flatten(plane.point(*a)) - flatten(plane.point(*b))).norm().item()
+            assert apart == pytest.approx(math.dist(a, b), abs=1e-5)
+    for weights, place in zip(corners, plane.corners, strict=True):
+        torch.testing.assert_close(flatten(plane.point(*place)), flatten(weights))
+
+
+def test_plane_axes_are_origin_second_and_orthogonalised_third() -> None:
+    plane = Plane(at(1, 1), at(1, 3), at(4, 2))
+    torch.testing.assert_close(torch.tensor(plane.corners), torch.tensor([[0.0, 0], [2, 0], [1, 3]]))
+    assert plane.coordinates(at(0, 0)) == pytest.approx((-1, -1))
+
+
+def test_plane_coordinates_of_weights_outside_are_those_of_the_nearest_point() -> None:
+    plane = Plane(*(take(normalised(seed)) for seed in range(3)))
+    outside = flatten(take(normalised(3)))
+    nearest = flatten(plane.point(*plane.coordinates(take(normalised(3)))))
+    for direction in (plane.point(1, 0), plane.point(0, 1)):
+        assert (outside - nearest) @ (flatten(direction) - flatten(plane.point(0, 0))) == pytest.approx(0, abs=1e-5)
+
+
+def test_the_curve_lies_in_the_plane_of_its_control_points() -> None:
+    start, end, third = (take(normalised(seed)) for seed in range(3))
+    curve = BezierCurve(start, end)
+    with torch.no_grad():
+        curve.bends[0].copy_(flatten(third))
+    start, bend, end = curve.control_points()
+    plane = Plane(start, end, bend)
+    point = curve.point(0.3)
+    torch.testing.assert_close(flatten(plane.point(*plane.coordinates(point))), flatten(point))
+
+
+def test_planes_without_area_and_of_other_networks_are_refused() -> None:
+    start, end = take(normalised(0)), take(normalised(1))
+    with pytest.raises(ValueError, match="w2 is on the line"):
+        Plane(start, end, BezierCurve(start, end).control_points()[1])
+    with pytest.raises(ValueError, match="w0 and w1 are the same"):
+        Plane(start, start, end)
+    with pytest.raises(ValueError, match=r"'0\.weight' is in w0 but not in w2"):
+        Plane(start, end, at(0, 0))
+    with pytest.raises(ValueError, match=r"grid is 1 and margin 0\.2"):
+        Plane(at(0, 0), at(1, 0), at(0, 1)).grid(1)
+    with pytest.raises(ValueError, match="margin -1"):
+        Plane(at(0, 0), at(1, 0), at(0, 1)).grid(3, -1)
+
+
+def test_plane_profile_measures_the_box_and_its_margin() -> None:
+    """On |w|² the loss at a place is known from its coordinates alone."""
+    bowl = Landscape(lambda w: w.square().sum())
+    rows = plane_profile(
+        bowl, Plane(at(0, 0), at(2, 0), at(1, 1)), NO_CLASSES, grid=3, margin=0.5, loss_fn=output_itself
+    )
+    expected = [(x, y) for y in (-0.5, 0.5, 1.5) for x in (-1.0, 1.0, 3.0)]
+    torch.testing.assert_close(torch.tensor([row.place for row in rows]), torch.tensor(expected))
+    assert [row.train_loss for row in rows] == pytest.approx([x * x + y * y for x, y in expected])

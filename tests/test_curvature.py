@@ -1,0 +1,385 @@
+"""Hessian products against dense Hessians and closed forms; Lanczos against known spectra and scipy's solver."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy.sparse.linalg import eigsh
+from torch import Tensor, nn
+from torch.func import functional_call, hessian
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader, TensorDataset
+
+from dirprune.curvature import (
+    HessianOperator,
+    MatrixOperator,
+    dense,
+    hessian_diagonal,
+    inner,
+    lanczos_steps,
+    top_eigenpairs,
+)
+from dirprune.weights import flatten, take, unflatten
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def convnet() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3),
+        nn.BatchNorm2d(3),
+        nn.Tanh(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.5),
+        nn.Linear(12, 3),
+    ).double()
+    model(torch.randn(20, 1, 6, 6, dtype=torch.float64))  # BatchNorm statistics that are not 0 and 1
+    return model
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 3)).double()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+def attention() -> nn.Module:
+    torch.manual_seed(2)
+    return Attention().double()
+
+
+def unequal_batches(*shape: int) -> Batches:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (
+            torch.randn(n, *shape, generator=generator, dtype=torch.float64),
+            torch.randint(3, (n,), generator=generator),
+        )
+        for n in (7, 4, 1)
+    ]
+
+
+def dense_hessian(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], batches: Batches) -> Tensor:
+    """Return the Hessian of the mean loss over all examples at once, in eval mode, on a copy of the model."""
+    model = copy.deepcopy(model).eval()
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    weights = take(model)
+
+    def loss(w: Tensor) -> Tensor:
+        return loss_fn(functional_call(model, unflatten(w, weights), (inputs,)), targets)
+
+    # Only the plain formula of attention has the forward mode that this needs; loading torch's forward mode warns.
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*torch.jit.script")
+        return hessian(loss)(flatten(weights))
+
+
+NETWORKS = [(convnet, (1, 6, 6)), (mlp, (4,)), (attention, (3, 4))]
+
+
+@pytest.mark.parametrize(("build", "shape"), NETWORKS)
+def test_products_are_those_of_the_dense_hessian(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    model, batches, loss_fn = build(), unequal_batches(*shape), nn.CrossEntropyLoss()
+    expected = dense_hessian(model, loss_fn, batches)
+    op = HessianOperator(model, loss_fn, batches)
+    block = torch.randn(op.size, 3, dtype=torch.float64)
+    assert op.size == len(expected)
+    torch.testing.assert_close(dense(op), expected)
+    torch.testing.assert_close(op @ block, expected @ block)
+    torch.testing.assert_close(op @ block[:, 1], expected @ block[:, 1])
+
+
+def test_softmax_regression_has_its_closed_form() -> None:
+    """H = mean over examples of (diag(p) − ppᵀ) ⊗ xxᵀ, and the Gauss-Newton matrix is the same."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3, bias=False).double()
+    batches = unequal_batches(4)
+    x = torch.cat([inputs for inputs, _ in batches])
+    p = model(x).detach().softmax(1)
+    blocks = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    expected = torch.stack([torch.kron(b, torch.outer(e, e)) for b, e in zip(blocks, x, strict=True)]).mean(0)
+    for kind in ("hessian", "gauss-newton"):
+        torch.testing.assert_close(dense(HessianOperator(model, nn.CrossEntropyLoss(), batches, kind=kind)), expected)
+
+
+def test_gauss_newton_is_the_jacobian_around_the_loss_curvature() -> None:
+    model, batches = convnet(), unequal_batches(1, 6, 6)
+    still = copy.deepcopy(model).eval()
+    x = torch.cat([inputs for inputs, _ in batches])
+    weights = take(still)
+    jacobian = torch.func.jacrev(lambda w: functional_call(still, unflatten(w, weights), (x,)))(flatten(weights))
+    p = still(x).detach().softmax(1)
+    inner = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    expected = torch.einsum("nci,ncd,ndj->ij", jacobian, inner, jacobian) / len(x)
+    op = HessianOperator(model, nn.CrossEntropyLoss(), batches, kind="gauss-newton")
+    torch.testing.assert_close(dense(op), expected)
+
+
+def test_a_subset_of_parameters_is_a_block_of_the_hessian() -> None:
+    model, batches, loss_fn = mlp(), unequal_batches(4), nn.CrossEntropyLoss()
+    places = unflatten(torch.arange(sum(p.numel() for p in model.parameters())), take(model))
+    names = ["4.weight", "0.bias"]  # the order asked for does not matter
+    chosen = torch.cat([places["0.bias"].reshape(-1), places["4.weight"].reshape(-1)])
+    op = HessianOperator(model, loss_fn, batches, parameters=names)
+    torch.testing.assert_close(dense(op), dense_hessian(model, loss_fn, batches)[chosen][:, chosen])
+
+
+def test_agrees_with_curvlinops() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its imports are not ours to answer for
+        from curvlinops import HessianLinearOperator
+
+    model, batches, loss_fn = convnet().float().eval(), unequal_batches(1, 6, 6), nn.CrossEntropyLoss()
+    batches = [(inputs.float(), targets) for inputs, targets in batches]
+    other = HessianLinearOperator(model, loss_fn, list(model.parameters()), batches, check_deterministic=False)
+    op = HessianOperator(model, loss_fn, batches)
+    block = torch.randn(op.size, 2)
+    torch.testing.assert_close(op @ block, (other @ block).detach(), rtol=1e-4, atol=1e-5)
+
+    values = eigsh(other.to_scipy(), k=3, which="LA", return_eigenvectors=False)[::-1].copy()
+    pairs = top_eigenpairs(op, 3, tolerance=1e-5)
+    torch.testing.assert_close(pairs.values, torch.from_numpy(values).float(), rtol=1e-4, atol=1e-6)
+
+
+class Counting(nn.Module):
+    """A module that writes to its buffer, draws and has submodules in different modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        torch.rand(1)
+        return self.inner(x)
+
+
+def test_the_model_and_the_random_state_are_left_as_found() -> None:
+    model = Counting().train()
+    model.inner[1].eval()
+    model.inner[0].weight.requires_grad_(False)
+    model.inner[3].weight.grad = torch.ones(3, 4)
+    data = TensorDataset(torch.randn(12, 4), torch.randint(3, (12,)))
+    before = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+
+    op = HessianOperator(model, nn.CrossEntropyLoss(), DataLoader(data, batch_size=5, shuffle=True))
+    with torch.no_grad():
+        product = op @ torch.ones(op.size)
+
+    assert product.abs().sum() > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == before[1]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[0][name])
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["inner.0.weight"]
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["inner.3.weight"]
+    assert torch.equal(model.inner[3].weight.grad, torch.ones(3, 4))
+
+
+def test_modes_come_back_after_an_error() -> None:
+    model = mlp().train()
+    op = HessianOperator(model, nn.CrossEntropyLoss(), [(torch.zeros(2, 99), torch.zeros(2))])
+    with pytest.raises(RuntimeError):
+        op @ torch.ones(op.size, dtype=torch.float64)
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+def test_the_graph_of_one_batch_is_gone_before_the_next(kind: str) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+        assert all(earlier() is None for earlier in seen)
+        seen.append(weakref.ref(outputs))
+        return nn.functional.cross_entropy(outputs, targets)
+
+    op = HessianOperator(mlp(), loss_fn, unequal_batches(4), kind=kind)
+    op @ torch.ones(op.size, 2, dtype=torch.float64)
+    assert len(seen) == 3
+
+
+def test_the_weights_are_read_at_every_product() -> None:
+    model, batches, loss_fn = mlp(), unequal_batches(4), nn.CrossEntropyLoss()
+    op = HessianOperator(model, loss_fn, batches)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    torch.testing.assert_close(dense(op), dense_hessian(model, loss_fn, batches))
+
+
+def test_flat_and_unused_weights_have_zero_curvature() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)})
+    model.forward = lambda x: model["used"](x)
+    for kind in ("hessian", "gauss-newton"):
+        op = HessianOperator(model, lambda z, y: (z - y).mean(), [(torch.ones(3, 2), torch.ones(3, 1))], kind=kind)
+        assert torch.equal(op @ torch.ones(op.size), torch.zeros(op.size))
+
+
+def test_bad_requests_are_refused_with_a_reason() -> None:
+    model, batches, loss_fn = mlp(), unequal_batches(4), nn.CrossEntropyLoss()
+    with pytest.raises(ValueError, match="not in this model"):
+        HessianOperator(model, loss_fn, batches, parameters=["nothing"])
+    with pytest.raises(ValueError, match="no parameters"):
+        HessianOperator(nn.ReLU(), loss_fn, batches)
+    with pytest.raises(ValueError, match="iterator"):
+        HessianOperator(model, loss_fn, iter(batches))
+    with pytest.raises(ValueError, match="kind"):
+        HessianOperator(model, loss_fn, batches, kind="fisher")
+    with pytest.raises(ValueError, match="differ in dtype"):
+        HessianOperator(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), loss_fn, batches)
+    op = HessianOperator(model, loss_fn, batches)
+    with pytest.raises(ValueError, match="shape"):
+        op @ torch.ones(op.size + 1, dtype=torch.float64)
+    with pytest.raises(ValueError, match="float32"):
+        op @ torch.ones(op.size)
+    with pytest.raises(ValueError, match="no examples"):
+        HessianOperator(model, loss_fn, []) @ torch.ones(op.size, dtype=torch.float64)
+    with pytest.raises(ValueError, match="square"):
+        MatrixOperator(torch.ones(2, 3))
+
+
+def with_spectrum(values: Tensor, seed: int = 0) -> tuple[MatrixOperator, Tensor]:
+    """Return an operator with these eigenvalues, and its eigenvectors as columns."""
+    generator = torch.Generator().manual_seed(seed)
+    vectors, _ = torch.linalg.qr(torch.randn(len(values), len(values), generator=generator, dtype=torch.float64))
+    return MatrixOperator(vectors @ torch.diag(values) @ vectors.T), vectors
+
+
+BULK = torch.linspace(-0.5, 0.5, 190, dtype=torch.float64)
+LEADING = torch.tensor([-9.0, -8.0, -7.0, 5.0, 4.001, 4.0, 3.0, 2.0, 1.999, 1.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("basis_size", [8, 12, None, 200])
+def test_largest_are_found_beside_larger_negative_and_clustered_ones(basis_size: int | None) -> None:
+    op, vectors = with_spectrum(torch.cat([LEADING, BULK]))
+    pairs = top_eigenpairs(op, 6, tolerance=1e-9, basis_size=basis_size)
+    expected = torch.tensor([5.0, 4.001, 4.0, 3.0, 2.0, 1.999], dtype=torch.float64)
+    torch.testing.assert_close(pairs.values, expected)
+    assert (pairs.residuals < 1e-8).all()
+    torch.testing.assert_close((vectors[:, 3:9].T @ pairs.vectors).abs(), torch.eye(6).double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(pairs.vectors.T @ pairs.vectors, torch.eye(6).double())
+
+
+def test_magnitude_takes_both_signs() -> None:
+    op, _ = with_spectrum(torch.cat([LEADING, BULK]))
+    pairs = top_eigenpairs(op, 5, which="magnitude", tolerance=1e-9)
+    torch.testing.assert_close(pairs.values, torch.tensor([-9.0, -8.0, -7.0, 5.0, 4.001]).double())
+
+
+@pytest.mark.parametrize(
+    ("spectrum", "k", "expected"),
+    [
+        ([3.0] * 6, 3, [3.0, 3.0, 3.0]),
+        ([5.0, 5.0, 1.0, 0.0], 2, [5.0, 5.0]),
+        ([5.0, 5.0, 5.0, 5.0, 1.0], 3, [5.0, 5.0, 5.0]),
+        ([2.0, 1.0] + [0.0] * 40, 4, [2.0, 1.0, 0.0, 0.0]),
+        ([-1.0] * 40, 2, [-1.0, -1.0]),
+        ([0.0] * 5, 2, [0.0, 0.0]),
+        ([4.0, 3.0, -2.0], 3, [4.0, 3.0, -2.0]),
+        ([7.0], 1, [7.0]),
+    ],
+)
+def test_repeated_eigenvalues_and_whole_spectra(spectrum: list[float], k: int, expected: list[float]) -> None:
+    op, _ = with_spectrum(torch.tensor(spectrum, dtype=torch.float64))
+    pairs = top_eigenpairs(op, k)
+    torch.testing.assert_close(pairs.values, torch.tensor(expected).double(), rtol=1e-10, atol=1e-10)
+    assert pairs.iterations <= op.size
+
+
+def test_reported_residuals_are_the_true_ones() -> None:
+    op, _ = with_spectrum(torch.cat([LEADING, BULK]))
+    with pytest.warns(RuntimeWarning, match=r"of 3 eigenpairs .* after 6 products"):
+        pairs = top_eigenpairs(op, 3, max_iterations=6, tolerance=1e-9)
+    actual = torch.linalg.vector_norm(op.matrix @ pairs.vectors - pairs.vectors * pairs.values, dim=0)
+    torch.testing.assert_close(pairs.residuals, actual)
+    assert pairs.residuals.max() > 1e-3
+    assert pairs.iterations == 6
+
+
+def test_single_precision_keeps_an_orthonormal_basis_through_restarts() -> None:
+    op, _ = with_spectrum(torch.cat([LEADING, BULK]))
+    pairs = top_eigenpairs(MatrixOperator(op.matrix.float()), 6, basis_size=10, tolerance=1e-5)
+    assert pairs.vectors.dtype == torch.float32
+    torch.testing.assert_close(pairs.vectors.T @ pairs.vectors, torch.eye(6), rtol=0, atol=1e-5)
+    assert (pairs.residuals < 9e-5).all()
+
+
+def test_long_vectors_keep_their_digits_in_single_precision() -> None:
+    """A million weights: their inner products are sums in which plain float32 loses half its digits."""
+    diagonal = torch.full((1_000_000,), 0.01)
+    diagonal[:4] = torch.tensor([-20.0, 10.0, 9.0, 8.0])
+
+    class Diagonal:
+        size, dtype, device = 1_000_000, torch.float32, torch.device("cpu")
+
+        def __matmul__(self, vector: Tensor) -> Tensor:
+            return diagonal.view(-1, *[1] * (vector.ndim - 1)) * vector
+
+    pairs = top_eigenpairs(Diagonal(), 3, basis_size=6, tolerance=1e-5)
+    torch.testing.assert_close(pairs.values, torch.tensor([10.0, 9.0, 8.0]), rtol=2e-6, atol=0)
+    torch.testing.assert_close(inner(pairs.vectors.T, pairs.vectors), torch.eye(3).double(), rtol=0, atol=1e-6)
+
+
+def test_the_seed_alone_decides_and_the_global_generator_is_not_touched() -> None:
+    op, _ = with_spectrum(torch.cat([LEADING, BULK]))
+    state = torch.get_rng_state()
+    first, second, other = (top_eigenpairs(op, 3, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first.vectors, second.vectors)
+    assert not torch.equal(first.vectors, other.vectors)
+
+
+def test_the_steps_show_the_way() -> None:
+    op, _ = with_spectrum(torch.cat([LEADING, BULK]))
+    steps = list(lanczos_steps(op, 4, tolerance=1e-8, basis_size=12))
+    assert [step.converged for step in steps] == [False] * (len(steps) - 1) + [True]
+    assert [step.iterations for step in steps] == list(range(4, 4 + len(steps)))
+    tops = torch.stack([step.values[0] for step in steps])
+    assert (tops.diff() > -1e-12).all()  # Ritz values only grow, restarts included
+    torch.testing.assert_close(steps[-1].bounds, steps[-1].pairs(op).residuals, rtol=1e-3, atol=1e-10)
+
+
+def test_bad_eigenpair_requests_are_refused() -> None:
+    op, _ = with_spectrum(LEADING)
+    with pytest.raises(ValueError, match="which"):
+        top_eigenpairs(op, 2, which="smallest")
+    with pytest.raises(ValueError, match="k is 11"):
+        top_eigenpairs(op, 11)
+    with pytest.raises(ValueError, match="basis_size"):
+        top_eigenpairs(op, 5, basis_size=5)
+    with pytest.raises(ValueError, match="max_iterations"):
+        top_eigenpairs(op, 5, max_iterations=4)
+    with pytest.raises(ValueError, match="product 1 of op is not finite"):
+        top_eigenpairs(MatrixOperator(torch.full((4, 4), math.nan)), 2)
+
+
+def test_hutchinson_estimates_the_exact_diagonal() -> None:
+    model, batches, loss_fn = mlp(), unequal_batches(4), nn.CrossEntropyLoss()
+    exact = dense_hessian(model, loss_fn, batches)
+    op = HessianOperator(model, loss_fn, batches)
+    samples = 400
+    estimate = hessian_diagonal(MatrixOperator(exact), samples=samples)
+    deviation = ((exact**2).sum(1) - exact.diagonal() ** 2).sqrt() / samples**0.5
+    assert ((estimate - exact.diagonal()).abs() <= 4 * deviation + 1e-12).all()
+    assert (estimate - exact.diagonal()).norm() > 0.3 * deviation.norm()  # an estimate, with the error it should have
+    torch.testing.assert_close(hessian_diagonal(op, samples=10), hessian_diagonal(op, samples=10, block_size=3))
+    with pytest.raises(ValueError, match="samples"):
+        hessian_diagonal(op, samples=0)
