@@ -14,6 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -26,10 +27,12 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS = 30
 
 
+@cache
 def resnet50() -> list[Tensor]:
     return [p.detach() for p in build("resnet50", 1000).parameters()]
 
 
+@cache
 def many_small() -> list[Tensor]:
     return [torch.randn(shape) for _ in range(250) for shape in ((64, 64), (64,), (64,), (64, 32))]
 

@@ -13,20 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from dirprune.connect import (
-    Batch,
-    BezierCurve,
-    CurveProfile,
-    Evaluator,
-    FitRecord,
-    Loaders,
-    Measurement,
-    Plane,
-    curve_profile,
-    fit_curve,
-    plane_profile,
-    profile_points,
-)
+from dirprune.connect import BezierCurve, CurveProfile, FitRecord, Plane, curve_profile, fit_curve, plane_profile
+from dirprune.landscape import Batch, Evaluator, Loaders, Measurement, profile_points
 from dirprune.weights import Weights, flatten, put, take
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -168,6 +156,12 @@ def test_a_point_is_differentiable_in_the_bend_with_its_coefficient() -> None:
     torch.testing.assert_close(gradient, torch.full_like(curve.bends[0], 2 * 0.25 * 0.75))
 
 
+def test_t_may_lie_in_a_tensor() -> None:
+    curve = BezierCurve(take(normalised(0)), take(normalised(1)), bends=2)
+    for t in (0.0, 0.3, 1.0):
+        assert torch.equal(flatten(curve.point(torch.tensor(t, dtype=torch.float64))), flatten(curve.point(t)))
+
+
 def test_the_order_of_names_does_not_matter() -> None:
     start, end = take(normalised(0)), take(normalised(1))
     point = BezierCurve(start, dict(reversed(end.items()))).point(1)
@@ -226,8 +220,8 @@ def test_one_uniform_t_a_minibatch() -> None:
     drawn: list[float] = []
 
     class Watched(BezierCurve):
-        def point(self, t: float) -> Weights:
-            drawn.append(t)
+        def point(self, t: float | Tensor) -> Weights:
+            drawn.append(float(t))
             return super().point(t)
 
     fit(RING, Watched(at(1, 0), at(0, 1)), NO_CLASSES, epochs=50, loss_fn=output_itself)
@@ -303,6 +297,59 @@ def test_a_fit_that_cannot_be_is_refused() -> None:
         fit(RING, curve, loaders, optimizer=torch.optim.SGD(RING.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="no batches"):
         fit(RING, curve, SimpleNamespace(train=Batches(), test=Batches()), epochs=1)
+
+
+def test_a_capture_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="capture is True but the curve is on cpu"):
+        fit(RING, BezierCurve(at(1, 0), at(0, 1)), NO_CLASSES, capture=True)
+
+
+if torch.cuda.is_available():
+
+    def captured_optimizer(curve: BezierCurve, lr: float) -> torch.optim.SGD:
+        return torch.optim.SGD(curve.parameters(), lr=torch.tensor(lr, device="cuda"), momentum=0.9, fused=True)
+
+    @pytest.mark.parametrize("channels_last", [False, True])
+    def test_the_captured_fit_is_the_plain_one(channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Momentum, a schedule, BatchNorm, and a ragged last batch, which has a graph of its own."""
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+        model = convolutional(0).cuda()
+        start, end = (take(convolutional(seed).cuda()) for seed in (1, 2))
+        loaders = loaders_of(on("cuda", points_of(56, size=16, shape=(3, 8, 8))))
+        options: dict[str, Any] = {"epochs": 3, "schedule": lambda epoch: 0.05 / epoch, "seed": 3}
+        plain, captured = BezierCurve(start, end), BezierCurve(start, end)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        expected = fit(model, plain, loaders, optimizer=optimizer, **options)
+        optimizer = captured_optimizer(captured, 0.1)
+        records = fit(
+            model, captured, loaders, optimizer=optimizer, capture=True, channels_last=channels_last, **options
+        )
+        moved = (plain.bends[0] - BezierCurve(start, end).bends[0]).norm()
+        assert moved > 0
+        assert (captured.bends[0] - plain.bends[0]).norm() < 1e-3 * moved
+        assert [r.loss for r in records] == pytest.approx([r.loss for r in expected], rel=1e-4)
+        assert [r.lr for r in records] == [r.lr for r in expected]
+
+    def test_a_captured_fit_with_dropout_resumes_bit_for_bit() -> None:
+        model, start, end = normalised(0).cuda(), take(normalised(1).cuda()), take(normalised(2).cuda())
+        loaders = loaders_of(on("cuda", points_of(50, size=20)))
+        whole, half, rest = (BezierCurve(start, end) for _ in range(3))
+        expected = fit(model, whole, loaders, epochs=4, optimizer=captured_optimizer(whole, 0.1), capture=True)
+        optimizer = captured_optimizer(half, 0.1)
+        records = fit(model, half, loaders, epochs=2, optimizer=optimizer, capture=True)
+        rest.load_state_dict(half.state_dict())
+        resumed = captured_optimizer(rest, 0.1)
+        resumed.load_state_dict(optimizer.state_dict())
+        records += fit(model, rest, loaders, epochs=4, first_epoch=3, optimizer=resumed, capture=True)
+        assert torch.equal(rest.bends[0], whole.bends[0])
+        assert [r.loss for r in records] == [r.loss for r in expected]
+        assert len({r.loss for r in records}) == 4
+
+    def test_an_optimizer_that_cannot_be_captured_is_refused() -> None:
+        curve = BezierCurve(take(normalised(1).cuda()), take(normalised(2).cuda()))
+        loaders = loaders_of(on("cuda", points_of(50, size=20)))
+        with pytest.raises(ValueError, match="fused=True and no dampening"):
+            fit(normalised(0).cuda(), curve, loaders, optimizer=torch.optim.SGD(curve.parameters()), capture=True)
 
 
 # What was lent comes back as it was.
@@ -442,6 +489,8 @@ def test_a_profile_gives_barrier_place_and_best_point() -> None:
     profile = CurveProfile(tuple(Measurement((t,), loss, 0.0, test, error) for t, loss, error, test in rows))
     assert profile.barrier == pytest.approx(0.7 - 0.3)
     assert profile.highest.place == (0.5,)
+    assert profile.test_barrier == pytest.approx(0.5 - 0.5)
+    assert profile.highest_test.place == (0.0,)
     assert profile.best.place == (0.75,)
     broken = CurveProfile((profile.points[0], Measurement((0.5,), *[math.nan] * 4), profile.points[-1]))
     assert broken.highest.place == (0.5,)

@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 from dirprune.curvature import dense
+from dirprune.limit_law import gradient_flow, limit_moments, limit_rows, simulated_moments
 from dirprune.optim import GRDA
 from dirprune.theory import (
     LeastSquares,
     TheoremRow,
-    gradient_flow,
+    drift_lag,
     grda_steps,
     least_squares,
-    limit_moments,
-    limit_rows,
-    simulated_moments,
     theorem_rows,
     tiny_network,
 )
@@ -103,6 +101,31 @@ def test_a_network_with_its_exact_hessian_does_the_same() -> None:
     assert last.distance < 0.06
     assert last.cosine_flat > max(0.98, last.cosine_sign + 0.05)
     assert last.zeros_agree > 0.98
+
+
+@pytest.mark.parametrize("curvature", [0.0, 0.1, 1.0])
+def test_drift_lag_is_the_integral_solved_step_by_step(curvature: float) -> None:
+    """y' = −λy + μ s^(μ−1), y(0) = 0, has the integral as its solution; s = p^(1/μ) takes the singularity away."""
+    t, mu, steps = 60.0, 0.6, 20_000
+    y = 0.0
+    times = [(i / steps * t**mu) ** (1 / mu) for i in range(steps + 1)]
+    for before, after in itertools.pairwise(times):
+        decay = math.exp(-curvature * (after - before))
+        y = y * decay + (after**mu - before**mu) * (1 + decay) / 2
+    found = drift_lag(torch.tensor([curvature], dtype=torch.float64), t, mu)
+    assert float(found) == pytest.approx(y / t**mu, rel=1e-3)
+
+
+def test_where_nothing_is_pruned_only_the_lag_is_left() -> None:
+    """Far from zero no weight is pruned and no sign changes, so the distance is what a finite t leaves."""
+    drawn = least_squares(5)
+    far = drawn.start + 20 * drawn.start.sign()
+    fitted = (drawn.features @ far.unsqueeze(-1)).squeeze(-1)
+    (row,) = theorem_rows(LeastSquares(drawn.features, fitted, far), [0.01])
+    assert row.sparsity == 0
+    assert row.distance == pytest.approx(row.lag, rel=0.03)
+    (later,) = theorem_rows(LeastSquares(drawn.features, fitted, far), [0.01], t=120.0)
+    assert later.distance == pytest.approx(row.distance / 2, rel=0.1)
 
 
 def test_signs_that_still_change_keep_grda_away_from_definition_1() -> None:

@@ -16,8 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
-_WARPS = 8
+CHUNK = 16384
+"""Elements that one program takes: enough to make up for reading where they lie and computing the threshold."""
+BLOCK = 2048
+"""Elements in flight at once."""
+_WARPS = 4
 _COLUMNS = tl.constexpr(7)  # param, grad, accumulator, momentum buffer, elements, step, threshold
 _HEADER = tl.constexpr(5)  # lr, c, mu, momentum, weight decay, as float64
 _TRITON = {
@@ -62,6 +65,7 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
     MAXIMIZE: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
     tensor = tl.load(chunk_tensor + program)
@@ -73,8 +77,8 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
         param = tl.multiple_of(param, 16)
         grad = tl.multiple_of(grad, 16)
         accumulator = tl.multiple_of(accumulator, 16)
-    offsets = tl.load(chunk_index + program).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    inside = offsets < tl.load(row + 4)
+    first = tl.load(chunk_index + program).to(tl.int64) * CHUNK
+    elements = tl.load(row + 4)
 
     if ON_DEVICE:
         lr = tl.load(lr_address).to(tl.float64)
@@ -94,25 +98,32 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
         lr = _float64(table)
         tau = _float64(row + 6)
 
-    g = tl.load(grad + offsets, mask=inside, other=0.0).to(STATE)
-    if MAXIMIZE:
-        g = -g
+    gamma = lr.to(STATE)
+    bound = tau.to(STATE)
     if WEIGHT_DECAY:
-        g += tl.load(param + offsets, mask=inside, other=0.0).to(STATE) * _float64(table + 4).to(STATE)
+        decay = _float64(table + 4).to(STATE)
     if MOMENTUM:
+        m = _float64(table + 3).to(STATE)
         buffer = tl.load(row + 3).to(tl.pointer_type(STATE))
         if ALIGNED:
             buffer = tl.multiple_of(buffer, 16)
-        m = _float64(table + 3).to(STATE)
-        velocity = tl.load(buffer + offsets, mask=inside, other=0.0) * m + g
-        tl.store(buffer + offsets, velocity, mask=inside)
-        g = g + velocity * m if NESTEROV else velocity
-    v = tl.load(accumulator + offsets, mask=inside, other=0.0) - lr.to(STATE) * g
-    tl.store(accumulator + offsets, v, mask=inside)
-    bound = tau.to(STATE)
-    # Written so that |v| ≤ τ gives +0.0 and a NaN stays one.
-    w = tl.where(v > bound, v - bound, tl.where(v < -bound, v + bound, tl.where(v == v, 0.0, v)))
-    tl.store(param + offsets, w.to(PARAM), mask=inside)
+    for start in range(0, CHUNK, BLOCK):
+        offsets = first + start + tl.arange(0, BLOCK)
+        inside = offsets < elements
+        g = tl.load(grad + offsets, mask=inside, other=0.0).to(STATE)
+        if MAXIMIZE:
+            g = -g
+        if WEIGHT_DECAY:
+            g += tl.load(param + offsets, mask=inside, other=0.0).to(STATE) * decay
+        if MOMENTUM:
+            velocity = tl.load(buffer + offsets, mask=inside, other=0.0) * m + g
+            tl.store(buffer + offsets, velocity, mask=inside)
+            g = g + velocity * m if NESTEROV else velocity
+        v = tl.load(accumulator + offsets, mask=inside, other=0.0) - gamma * g
+        tl.store(accumulator + offsets, v, mask=inside)
+        # Written so that |v| ≤ τ gives +0.0 and a NaN stays one.
+        w = tl.where(v > bound, v - bound, tl.where(v < -bound, v + bound, tl.where(v == v, 0.0, v)))
+        tl.store(param + offsets, w.to(PARAM), mask=inside)
 
     if ON_DEVICE:
         # Every program of a tensor has read n and τ before it reports here; the last one to report writes them.
@@ -207,7 +218,8 @@ class Launcher:
                 arrivals,
                 table if lr is None else lr,
                 **kinds,
-                CHUNK=BLOCK,
+                CHUNK=CHUNK,
+                BLOCK=BLOCK,
                 num_warps=_WARPS,
             )
 
@@ -215,7 +227,7 @@ class Launcher:
         """Return which tensor, and which chunk of it, each program takes; and how many programs each tensor has."""
         if (device, sizes) not in self._maps:
             _refuse_capture(device)
-            counts = torch.tensor([-(-size // BLOCK) for size in sizes])
+            counts = torch.tensor([-(-size // CHUNK) for size in sizes])
             # A tensor without elements still steps: one program for it, all of whose elements are masked.
             counts.clamp_(min=1)
             tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)

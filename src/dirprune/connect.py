@@ -11,38 +11,18 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from dirprune.weights import Weights, check_alike, flatten, put, unflatten
-
-Batch = tuple[Tensor, Tensor]
-Place = tuple[float, ...]
-LossFn = Callable[[Tensor, Tensor], Tensor]
-
-
-class TrainLoader(Protocol):
-    """Batches of (inputs, targets) on the device: plain when iterated, shuffled and augmented from `epoch`."""
-
-    def __iter__(self) -> Iterator[Batch]: ...
-    def epoch(self, epoch: int, /) -> Iterable[Batch]: ...
-
-
-class Loaders(Protocol):
-    """The two halves of a data set."""
-
-    @property
-    def train(self) -> TrainLoader: ...
-    @property
-    def test(self) -> Iterable[Batch]: ...
+from dirprune.landscape import Captured, Evaluator, Loaders, LossFn, Measurement, means, profile_points, tally
+from dirprune.weights import Weights, check_alike, flatten, unflatten
 
 
 class BezierCurve(nn.Module):
@@ -75,15 +55,18 @@ class BezierCurve(nn.Module):
         self.register_buffer("_ends", torch.stack(ends), persistent=False)
         self.bends = nn.ParameterList([torch.lerp(*ends, i / (bends + 1)) for i in range(1, bends + 1)])
 
-    def point(self, t: float) -> Weights:
-        """Return the weights θ(t), differentiable in the bends."""
-        if not 0 <= t <= 1:
-            raise ValueError(f"t is {t}; the curve runs from t=0 (start) to t=1 (end)")
+    def point(self, t: float | Tensor) -> Weights:
+        """Return the weights θ(t), differentiable in the bends; a tensor t is trusted, since to look is to wait."""
+        if not isinstance(t, Tensor):
+            if not 0 <= t <= 1:
+                raise ValueError(f"t is {t}; the curve runs from t=0 (start) to t=1 (end)")
+            t = torch.full((), t, dtype=torch.float64, device=self._ends.device)
         n = len(self.bends) + 1
-        first, *inner, last = (math.comb(n, i) * t**i * (1 - t) ** (n - i) for i in range(n + 1))
-        vector = (first * self._ends[0]).add_(self._ends[1], alpha=last)
+        coefficients = [math.comb(n, i) * t**i * (1 - t) ** (n - i) for i in range(n + 1)]
+        first, *inner, last = (coefficient.to(self._ends.dtype) for coefficient in coefficients)
+        vector = torch.addcmul(first * self._ends[0], self._ends[1], last)
         for coefficient, bend in zip(inner, self.bends, strict=True):
-            vector = vector.add(bend, alpha=coefficient)
+            vector = torch.addcmul(vector, bend, coefficient)
         return _weights(vector, self._like)
 
     def control_points(self) -> list[Weights]:
@@ -114,6 +97,8 @@ def fit_curve(
     loss_fn: LossFn = cross_entropy,
     seed: int = 0,
     autocast: torch.dtype | None = None,
+    channels_last: bool = False,
+    capture: bool = False,
 ) -> Iterator[FitRecord]:
     """Bend the curve into the valley, epoch by epoch: minimise E[loss(θ(t))] over t ~ U(0, 1), one t a minibatch.
 
@@ -126,6 +111,8 @@ def fit_curve(
         schedule: the learning rate of epoch e; by default the optimizer's own.
         loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch.
         autocast: a lower precision for the forward pass, such as ``torch.bfloat16``.
+        channels_last: give images to the network in that memory format.
+        capture: replay whole steps as CUDA graphs; the optimizer must then be a fused SGD whose lr is a tensor there.
 
     >>> from types import SimpleNamespace
     >>> data = type("Data", (list,), {"epoch": lambda self, e: self})([(torch.eye(2), torch.tensor([0, 1]))])
@@ -136,186 +123,119 @@ def fit_curve(
 
     Reference: Garipov et al. 2018, section 3.2. Raises FloatingPointError after an epoch that left the finite numbers.
     """
-    check_alike(dict(model.named_parameters()), curve.point(0), "the model", "the curve")
-    if not curve.bends:
-        raise ValueError("curve has bends=0 and nothing to fit; build it with bends=1 or more")
-    if optimizer is None:
-        optimizer = torch.optim.SGD(curve.parameters(), lr=0.1, momentum=0.9)
-    if {id(p) for group in optimizer.param_groups for p in group["params"]} != {id(p) for p in curve.parameters()}:
-        raise ValueError("optimizer trains other tensors than the curve's bends; build it over curve.parameters()")
-    network = copy.deepcopy(model).train()  # the caller's model keeps its mode
+    optimizer = _checked(model, curve, optimizer, capture)
+    kind = _CapturedFitStep if capture else _FitStep
+    step = kind(model, curve, optimizer, loss_fn, autocast, channels_last)
     for epoch in range(first_epoch, epochs + 1):
         began = time.perf_counter()
-        if schedule is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = schedule(epoch)
+        lr = _set_lr(optimizer, None if schedule is None else schedule(epoch))
+        step.reset()
+        totals = torch.zeros(3, dtype=torch.float64, device=curve.bends[0].device)
         with _seeded(seed * 1_000_003 + epoch, curve.bends[0].device):
-            totals = _fit_epoch(network, curve, loaders.train.epoch(epoch), optimizer, loss_fn, autocast)
-        loss, error = _means(totals, "loaders.train.epoch")
-        lr = float(optimizer.param_groups[0]["lr"])
+            for inputs, targets in loaders.train.epoch(epoch):
+                t = torch.rand((), dtype=torch.float64, device="cpu").item()
+                totals += step(inputs, targets, t)
+        loss, error = means(totals, "loaders.train.epoch")
         if not (math.isfinite(loss) and all(bend.isfinite().all() for bend in curve.bends)):
             raise FloatingPointError(f"the fit diverged in epoch {epoch} (mean loss {loss}, lr {lr:g}); lower lr")
         yield FitRecord(epoch, lr, loss, 100 - error, time.perf_counter() - began)
 
 
-def _fit_epoch(
-    network: nn.Module,
-    curve: BezierCurve,
-    batches: Iterable[Batch],
-    optimizer: torch.optim.Optimizer,
-    loss_fn: LossFn,
-    autocast: torch.dtype | None,
-) -> Tensor:
-    # Buffers of its own: nothing but curve and optimizer lives on from one epoch to the next.
-    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
-    device = curve.bends[0].device
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
-    for inputs, targets in batches:
-        point = curve.point(torch.rand((), dtype=torch.float64, device="cpu").item())
-        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            outputs = functional_call(network, {**point, **buffers}, (inputs,))
-            loss = loss_fn(outputs, targets)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        totals += _tally(outputs.detach(), targets, loss.detach())
-    return totals
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """At a place, (t,) or (x, y): mean loss, and error in percent (nan where targets are not class numbers)."""
-
-    place: Place
-    train_loss: float
-    train_error: float
-    test_loss: float
-    test_error: float
-
-
-class Evaluator:
-    """Measures many points of weight space on one data set: ``evaluator(weights) -> Measurement``.
-
-    Evaluation mode, plain data, a copy of the model. BatchNorm statistics are re-estimated at every point: mean and
-    variance of each training batch, averaged over the training samples (without dropout, so that nothing is random).
-    Batches stay on the device. On CUDA the forward pass is captured once a batch shape; the host waits once a point.
-
-    Args:
-        loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch.
-        autocast: a lower precision for the forward pass, such as ``torch.bfloat16``.
-        channels_last: hold convolution weights in that memory format; images follow in the first layer.
-        capture: replay CUDA graphs; by default on CUDA. Turn off for a network whose forward waits for the device.
-
-    >>> from types import SimpleNamespace
-    >>> data = [(torch.eye(2), torch.tensor([0, 1]))]
-    >>> evaluate = Evaluator(nn.Linear(2, 2, bias=False), SimpleNamespace(train=data, test=data))
-    >>> evaluate({"weight": 100 * torch.eye(2)}).test_error
-    0.0
-    """
+class _FitStep:
+    """One step of the fit at a given t, operation by operation."""
 
     def __init__(
         self,
         model: nn.Module,
-        loaders: Loaders,
-        *,
-        loss_fn: LossFn = cross_entropy,
-        autocast: torch.dtype | None = None,
-        channels_last: bool = False,
-        capture: bool | None = None,
+        curve: BezierCurve,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: LossFn,
+        autocast: torch.dtype | None,
+        channels_last: bool,
     ) -> None:
-        self._network = copy.deepcopy(model).eval().requires_grad_(False)
-        self._device = next(self._network.parameters()).device
-        norms = [m for m in self._network.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-        for norm in norms:
-            norm.momentum = 1.0  # a pass in training mode leaves that batch's statistics alone in the buffers
-        self._norms = nn.ModuleList(norms).eval()
-        if channels_last:
-            self._network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if capture and self._device.type != "cuda":
-            raise ValueError(f"capture is True but the model is on {self._device}; move it to a CUDA device")
-        # fork_rng: a torch DataLoader draws from the global generator when it is iterated.
-        with torch.random.fork_rng(devices=[]):
-            self._train, self._test = list(loaders.train), list(loaders.test)
-        self._loss_fn, self._autocast = loss_fn, autocast
-        self._capture = self._device.type == "cuda" if capture is None else capture
-        self._graphs: dict[Hashable, _CapturedScore] = {}
+        self._network = copy.deepcopy(model).train()  # the caller's model keeps its mode
+        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self._curve, self._optimizer, self._loss_fn = curve, optimizer, loss_fn
+        self._autocast, self._channels_last = autocast, channels_last
 
-    @torch.no_grad()
-    def __call__(self, weights: Mapping[str, Tensor], place: Place = ()) -> Measurement:
-        """Measure the weights; ``place`` is where they lie, for the record."""
-        put(self._network, weights)
-        with torch.cuda.device_of(next(self._network.parameters())):  # type: ignore[no-untyped-call]
-            if self._norms:
-                self._estimate_statistics()
-            train, test = torch.stack([self._totals(self._train), self._totals(self._test)]).cpu()  # the one wait
-        return Measurement(place, *_means(train, "loaders.train"), *_means(test, "loaders.test"))
+    def reset(self) -> None:
+        """Begin an epoch with the model's own buffers: nothing but curve and optimizer lives on from the last one."""
+        for name, buffer in self._network.named_buffers():
+            self._buffers[name].copy_(buffer)
 
-    def _estimate_statistics(self) -> None:
-        """Give BatchNorm the batch statistics of these weights, averaged over the training samples."""
-        statistics = [buffer for buffer in self._norms.buffers() if buffer.is_floating_point()]
-        torch._foreach_zero_(statistics)  # a nan of the last point would stay: 0 · nan = nan
-        sums, seen = [torch.zeros_like(statistic) for statistic in statistics], 0
-        self._norms.train()
-        for inputs, targets in self._train:
-            self._step(inputs, targets)
-            torch._foreach_add_(sums, statistics, alpha=len(inputs))
-            seen += len(inputs)
-        self._norms.eval()
-        torch._foreach_copy_(statistics, torch._foreach_div(sums, max(seen, 1)))
-
-    def _totals(self, batches: list[Batch]) -> Tensor:
-        totals = torch.zeros(3, dtype=torch.float64, device=self._device)
-        for inputs, targets in batches:
-            totals += self._step(inputs, targets)
-        return totals
-
-    def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        if not self._capture:
-            return self._score(inputs, targets)
-        key = (self._norms.training, inputs.shape, inputs.dtype, targets.shape, targets.dtype)
-        if key not in self._graphs:
-            self._graphs[key] = _CapturedScore(self._score, inputs, targets)
-        return self._graphs[key](inputs, targets)
-
-    def _score(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        # cache_enabled: a captured pass must cast the weights that it finds when it is replayed.
+    def __call__(self, inputs: Tensor, targets: Tensor, t: float | Tensor) -> Tensor:
+        if self._channels_last and inputs.dim() == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        state = {**self._curve.point(t), **self._buffers}
         lower = self._autocast is not None
-        with torch.autocast(self._device.type, dtype=self._autocast, enabled=lower, cache_enabled=False):
-            outputs = self._network(inputs)
+        with torch.autocast(inputs.device.type, dtype=self._autocast, enabled=lower, cache_enabled=False):
+            outputs = functional_call(self._network, state, (inputs,))
             loss = self._loss_fn(outputs, targets)
-        return _tally(outputs, targets, loss)
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        return tally(outputs.detach(), targets, loss.detach())
 
 
-class _CapturedScore:
-    """The score of one batch shape as a CUDA graph: reads the weights where they lie, writes one fixed result."""
+class _CapturedFitStep(_FitStep):
+    """The same step as a CUDA graph, which finds t and the learning rate in tensors on the device."""
 
-    def __init__(self, score: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor) -> None:
-        self._inputs, self._targets = inputs.clone(), targets.clone()
-        # The first passes choose algorithms and take workspace, which must not be captured.
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                score(self._inputs, self._targets)
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        # thread_local: a loader's thread may use the device meanwhile.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._result = score(self._inputs, self._targets)
+    def __init__(self, model: nn.Module, curve: BezierCurve, optimizer: torch.optim.Optimizer, *options: Any) -> None:
+        super().__init__(model, curve, optimizer, *options)
+        device = curve.bends[0].device
+        if device.type != "cuda":
+            raise ValueError(f"capture is True but the curve is on {device}; move its endpoints to a CUDA device")
+        for group in optimizer.param_groups:
+            lr = group["lr"]
+            on_device = isinstance(lr, Tensor) and lr.device == device
+            if not (isinstance(optimizer, torch.optim.SGD) and group["fused"] and on_device and not group["dampening"]):
+                raise ValueError(
+                    f"capture is True but optimizer is {type(optimizer).__name__} with lr={lr!r}; give SGD with "
+                    f"lr=torch.tensor(…, device={str(device)!r}), fused=True and no dampening"
+                )
+            for bend in group["params"] if group["momentum"] else ():
+                # Present from the start, so that the first step is captured as it is replayed: 0 · momentum + gradient.
+                optimizer.state[bend].setdefault("momentum_buffer", torch.zeros_like(bend))
+        momenta = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor is not None]
+        self._t = torch.zeros((), dtype=torch.float64, device=device)
+        self._replay = Captured(
+            lambda inputs, targets: super(_CapturedFitStep, self).__call__(inputs, targets, self._t),
+            changes=[*curve.bends, *momenta, *self._buffers.values()],
+        )
 
-    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        self._inputs.copy_(inputs)
-        self._targets.copy_(targets)
-        self._graph.replay()
-        return self._result
+    def __call__(self, inputs: Tensor, targets: Tensor, t: float | Tensor) -> Tensor:
+        self._t.fill_(t)
+        with torch.cuda.device_of(inputs):  # type: ignore[no-untyped-call]
+            return self._replay(inputs, targets)
 
 
-def profile_points(measure: Evaluator, point: Callable[..., Weights], places: Iterable[Place]) -> Iterator[Measurement]:
-    """Measure ``point(*place)`` place by place, with the ``point`` of a curve or plane; resume with the places left."""
-    for place in places:
-        with torch.no_grad():
-            weights = point(*place)
-        yield measure(weights, place)
+def _checked(
+    model: nn.Module, curve: BezierCurve, optimizer: torch.optim.Optimizer | None, capture: bool
+) -> torch.optim.Optimizer:
+    """Return the optimizer, or the published one, of a curve that can be fitted; refuse the others."""
+    check_alike(dict(model.named_parameters()), curve.point(0), "the model", "the curve")
+    if not curve.bends:
+        raise ValueError("curve has bends=0 and nothing to fit; build it with bends=1 or more")
+    if optimizer is None:
+        device = curve.bends[0].device
+        replayed = capture and device.type == "cuda"
+        lr = torch.tensor(0.1, device=device) if replayed else 0.1
+        optimizer = torch.optim.SGD(curve.parameters(), lr=lr, momentum=0.9, fused=replayed or None)
+    if {id(p) for group in optimizer.param_groups for p in group["params"]} != {id(p) for p in curve.parameters()}:
+        raise ValueError("optimizer trains other tensors than the curve's bends; build it over curve.parameters()")
+    return optimizer
+
+
+def _set_lr(optimizer: torch.optim.Optimizer, lr: float | None) -> float:
+    """Set the learning rate, unless it is None, and return it."""
+    if lr is None:
+        return float(optimizer.param_groups[0]["lr"])
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)  # the same tensor: a graph reads it
+        else:
+            group["lr"] = lr
+    return lr
 
 
 @dataclass(frozen=True)
@@ -330,9 +250,19 @@ class CurveProfile:
         return max(self.points, key=lambda point: _nan_is_worst(point.train_loss))
 
     @property
+    def highest_test(self) -> Measurement:
+        """The same on the test data."""
+        return max(self.points, key=lambda point: _nan_is_worst(point.test_loss))
+
+    @property
     def barrier(self) -> float:
         """max loss − loss of the worse endpoint, on the training data: 0 when the curve stays in the valley."""
         return self.highest.train_loss - max(self.points[0].train_loss, self.points[-1].train_loss)
+
+    @property
+    def test_barrier(self) -> float:
+        """The same on the test data."""
+        return self.highest_test.test_loss - max(self.points[0].test_loss, self.points[-1].test_loss)
 
     @property
     def best(self) -> Measurement:
@@ -423,20 +353,6 @@ def _weights(vector: Tensor, like: Weights) -> Weights:
 
 def _nan_is_worst(value: float) -> float:
     return math.inf if math.isnan(value) else value
-
-
-def _tally(outputs: Tensor, targets: Tensor, loss: Tensor) -> Tensor:
-    """Return batch size · (loss, error in percent, 1), to be summed over batches."""
-    known = not targets.is_floating_point()
-    wrong = (outputs.argmax(1) != targets).double().mean() if known else torch.full_like(loss, math.nan)
-    return torch.stack([loss.double(), 100 * wrong.double(), torch.ones_like(loss).double()]) * len(targets)
-
-
-def _means(totals: Tensor, source: str) -> tuple[float, float]:
-    loss, error, size = totals.tolist()
-    if size == 0:
-        raise ValueError(f"{source} gave no batches; there is nothing to measure on")
-    return loss / size, error / size
 
 
 @contextmanager

@@ -295,7 +295,7 @@ def lanczos_steps(
     seed: int = 0,
     basis_size: int | None = None,
 ) -> Iterator[LanczosStep]:
-    """Yield the state of `top_eigenpairs` once k Ritz values exist, after every product; the arguments are the same.
+    """Yield the state of `top_eigenpairs` after every product; before the k-th it has fewer than k Ritz values.
 
     >>> op = MatrixOperator(torch.diag(torch.arange(50.0)))
     >>> for step in lanczos_steps(op, 2):
@@ -325,15 +325,14 @@ def lanczos_steps(
         closed = length <= 100 * torch.finfo(op.dtype).eps * scale or count == op.size
         bounds = (0.0 if closed else length) * vectors[-1].abs()
 
-        if count >= k:
-            # A random vector that starts and closes a space is an eigenvector, so all that remains shares its value.
-            beaten = bool(_merit(column[-1], which) <= _merit(values[k - 1], which) + 1e-6 * scale)
-            rest_known = count == op.size or (closed and alone and beaten)
-            small = bool((bounds[:k] <= tolerance * scale).all())
-            done = small and (rest_known or not closed)
-            yield LanczosStep(values[:k], bounds[:k], scale, iteration, done, basis[:count], vectors[:, :k])
-            if done:
-                return
+        # A random vector that starts and closes a space is an eigenvector, so all that remains shares its value.
+        beaten = bool(_merit(column[-1], which) <= _merit(values[:k][-1], which) + 1e-6 * scale)
+        rest_known = count == op.size or (closed and alone and beaten)
+        small = bool((bounds[:k] <= tolerance * scale).all())
+        done = count >= k and small and (rest_known or not closed)
+        yield LanczosStep(values[:k], bounds[:k], scale, iteration, done, basis[:count], vectors[:, :k])
+        if done:
+            return
         if count == size:
             kept = k + (size - k) // 2
             _rotate(basis, vectors[:, :kept])

@@ -1,4 +1,4 @@
-"""Problems small enough to solve exactly: gRDA beside directional pruning, and beside the law it follows as γ → 0."""
+"""Problems small enough to solve exactly: gRDA beside the directional pruning of SGD's weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from dirprune.curvature import HessianOperator, MatrixOperator, SymmetricOperator
-from dirprune.direction import directional_prune, directional_score, nonflat_basis
+from dirprune.curvature import HessianOperator, MatrixOperator, SymmetricOperator, dense
+from dirprune.direction import directional_prune, directional_score
 from dirprune.weights import put, take, unflatten
 
 # What counts as zero among the eigenvalues, relative to the greatest: these problems leave a wide gap around it.
 FLAT = 1e-3
-
-_State = tuple[Tensor, Tensor, Tensor]  # the flow w, and the mean and covariance of V around it
 
 
 class Problem(Protocol):
@@ -202,7 +200,9 @@ class TheoremRow:
 
     Attributes:
         lam: λ = c·√γ·t^μ.
+        distance_std: the standard deviation of the distance between problems.
         distance: ‖w_gRDA − û‖ / ‖w_gRDA − w_SGD‖; 0 when gRDA is directional pruning.
+        lag: the distance that stays at this t however small γ is, where nothing is pruned; see `drift_lag`.
         cosine_flat: cosine of w_gRDA − w_SGD with −Π₀ sign(w_SGD).
         cosine_sign: its cosine with −sign(w_SGD), the direction of plain magnitude pruning.
         zeros_agree: the fraction of weights that are zero in both w_gRDA and û, or in neither.
@@ -214,7 +214,10 @@ class TheoremRow:
     mu: float
     t: float
     lam: float
+    problems: int
+    distance_std: float
     distance: float
+    lag: float
     cosine_flat: float
     cosine_sign: float
     zeros_agree: float
@@ -234,7 +237,8 @@ def theorem_rows(
 
         w_gRDA(t) ≈ û = argmin_u ½‖w_SGD(t) − u‖² + λ Σ_j s_j|u_j|,    λ = c√γ t^μ,    as γ → 0
 
-    SGD and gRDA start from the same weights and see the same examples; Π₀ is exact.
+    SGD and gRDA start from the same weights and see the same examples; Π₀ is exact. The signs of w must have settled,
+    and t be large beside the inverse curvatures.
 
     >>> row, = theorem_rows(least_squares(1, dimension=20, examples=5), [0.01], t=10.0)
     >>> row.cosine_flat > row.cosine_sign
@@ -244,33 +248,38 @@ def theorem_rows(
     """
     switch = torch.tensor([0.0, c], dtype=problem.start.dtype).reshape(2, 1, 1)
     for gamma in gammas:
-        steps = _count(t, gamma)
+        steps = count_steps(t, gamma)
         generator = torch.Generator().manual_seed(seed)
         both = problem.start.expand(2, -1, -1)
-        path = grda_steps(both, _stochastic(problem, generator), gamma=gamma, c=switch, mu=mu)
+        path = grda_steps(both, stochastic_gradient(problem, generator), gamma=gamma, c=switch, mu=mu)
         _, (sgd, grda) = next(itertools.islice(path, steps - 1, None))
         lam = c * math.sqrt(gamma) * (steps * gamma) ** mu
         figures = [
-            _compare(w, g, nonflat_basis(problem.hessian(i, w), tolerance=FLAT), lam)
-            for i, (w, g) in enumerate(zip(sgd, grda, strict=True))
+            _compare(w, g, problem.hessian(i, w), lam, t, mu) for i, (w, g) in enumerate(zip(sgd, grda, strict=True))
         ]
-        yield TheoremRow(gamma, c, mu, t, lam, *torch.stack(figures).mean(0).tolist())
+        means = torch.stack(figures).mean(0).tolist()
+        deviation = float(torch.stack(figures)[:, 0].std()) if len(figures) > 1 else 0.0
+        yield TheoremRow(gamma, c, mu, t, lam, len(figures), deviation, *means)
 
 
-def _stochastic(problem: Problem, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+def stochastic_gradient(problem: Problem, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
     """Return the gradient of one example at random, another at each call."""
     shape = (problem.start.shape[0],)
     return lambda w: problem.gradient(w, torch.randint(problem.examples, shape, generator=generator))
 
 
-def _compare(sgd: Tensor, grda: Tensor, nonflat: Tensor, lam: float) -> Tensor:
-    """Return the last five figures of a `TheoremRow`."""
+def _compare(sgd: Tensor, grda: Tensor, op: SymmetricOperator, lam: float, t: float, mu: float) -> Tensor:
+    """Return the last six figures of a `TheoremRow`."""
+    values, vectors = torch.linalg.eigh(dense(op))
+    curved = values.abs() > FLAT * values.abs().max()
+    nonflat, sign = vectors[:, curved], sgd.sign()
     score = directional_score(sgd, nonflat)
     pruned = directional_prune(sgd, score, lam)
-    difference, sign = grda - sgd, sgd.sign()
+    difference = grda - sgd
     return torch.stack(
         [
             (grda - pruned).norm() / difference.norm(),
+            (drift_lag(values[curved], t, mu) * (nonflat.T @ sign)).norm() / score.norm(),
             cosine_similarity(difference, -sign * score, dim=0),
             cosine_similarity(difference, -sign, dim=0),
             ((grda == 0) == (pruned == 0)).double().mean(),
@@ -279,157 +288,23 @@ def _compare(sgd: Tensor, grda: Tensor, nonflat: Tensor, lam: float) -> Tensor:
     )
 
 
-@dataclass(frozen=True)
-class Moments:
-    """The mean [d] and covariance [d, d] of V = (v − w(t))/√γ at time t."""
+def drift_lag(curvatures: Tensor, t: float, mu: float) -> Tensor:
+    """Return how far the threshold still pushes gRDA along eigenvectors of these curvatures, a flat one being 1.
 
-    t: float
-    mean: Tensor
-    covariance: Tensor
+        ℓ(λ) = μ t^−μ ∫₀ᵗ s^(μ−1) e^(−λ(t−s)) ds = ∫₀¹ exp(−λt(1 − p^(1/μ))) dp,    about μ/(λt) for large λt
 
+    The threshold never rests, and the gradient pulls back only as fast as the curvature lets it: this much of the
+    difference to SGD lies outside the flat subspace at a finite t, however small γ is.
 
-def limit_moments(
-    problem: LeastSquares, times: Sequence[float], *, c: float = 0.5, mu: float = 0.6, steps: int = 2000
-) -> list[Moments]:
-    """Solve the limit law of gRDA's accumulator for its moments, with the gradient flow w(t) it moves around.
-
-        dw = −∇F(w) dt
-        dV = −H[V − sign(w) c t^μ] dt + Σ(w)^½ dB
-        m' = −H(m − sign(w) c t^μ),    C' = −HC − CH + Σ(w),    m(0) = 0, C(0) = 0
-
-    with Σ the covariance of one example's gradient; by Runge-Kutta, ``steps`` of them to the last of the ``times``,
-    which must increase. The problem must be a single one (b = 1).
-
-    Reference: the stochastic differential equation in the proof of the paper's theorem, after Chao and Cheng (2019).
+    >>> drift_lag(torch.tensor([0.0, 1.0]), t=60.0, mu=0.6)
+    tensor([1.0000, 0.0101])
     """
-    x, y = _single(problem)
-    h = x.T @ x / len(x)
-
-    def slope(t: float, state: _State) -> _State:
-        w, mean, covariance = state
-        gradients = (x @ w - y).unsqueeze(-1) * x
-        force = gradients.mean(0)
-        noise = gradients.T @ gradients / len(x) - torch.outer(force, force)
-        shrink = h @ covariance
-        return -force, -h @ (mean - w.sign() * c * t**mu), noise - shrink - shrink.T
-
-    w = problem.start[0]
-    state = (w, torch.zeros_like(w), torch.zeros_like(h))
-    found, now = [], 0.0
-    for t in times:
-        count = max(1, round(steps * (t - now) / times[-1]))
-        for i in range(count):
-            state = _runge_kutta(slope, now + i * (t - now) / count, (t - now) / count, state)
-        now = t
-        found.append(Moments(t, state[1], state[2]))
-    return found
+    p = (torch.arange(4000, dtype=curvatures.dtype) + 0.5) / 4000  # the midpoint rule
+    return torch.exp(-curvatures.clamp(min=0).unsqueeze(-1) * t * (1 - p ** (1 / mu))).mean(-1)
 
 
-def _runge_kutta(slope: Callable[[float, _State], _State], t: float, dt: float, state: _State) -> _State:
-    def ahead(step: float, k: _State) -> _State:
-        return (state[0] + step * k[0], state[1] + step * k[1], state[2] + step * k[2])
-
-    k1 = slope(t, state)
-    k2 = slope(t + dt / 2, ahead(dt / 2, k1))
-    k3 = slope(t + dt / 2, ahead(dt / 2, k2))
-    k4 = slope(t + dt, ahead(dt, k3))
-    a, b, e = ((p + 2 * q + 2 * r + s) / 6 for p, q, r, s in zip(k1, k2, k3, k4, strict=True))
-    return ahead(dt, (a, b, e))
-
-
-def simulated_moments(
-    problem: LeastSquares,
-    times: Sequence[float],
-    *,
-    gamma: float,
-    c: float = 0.5,
-    mu: float = 0.6,
-    runs: int = 2000,
-    seed: int = 0,
-) -> list[Moments]:
-    """Return the same moments as `limit_moments`, measured on many runs of gRDA at a learning rate γ."""
-    x, y = _single(problem)
-    crowd = LeastSquares(x.expand(runs, -1, -1), y.expand(runs, -1), problem.start.expand(runs, -1))
-    gradient = _stochastic(crowd, torch.Generator().manual_seed(seed))
-    path = grda_steps(crowd.start, gradient, gamma=gamma, c=torch.tensor(c, dtype=x.dtype), mu=mu)
-    found, done = [], 0
-    for t in times:
-        v, _ = next(itertools.islice(path, _count(t, gamma) - done - 1, None))
-        done = _count(t, gamma)
-        scaled = (v - gradient_flow(problem, t)) / math.sqrt(gamma)
-        found.append(Moments(t, scaled.mean(0), torch.cov(scaled.T)))
-    return found
-
-
-def gradient_flow(problem: LeastSquares, t: float) -> Tensor:
-    """Return the exact solution w(t) of dw = −∇F(w) dt of a single problem: each eigendirection decays by itself."""
-    x, y = _single(problem)
-    values, vectors = torch.linalg.eigh(x.T @ x / len(x))
-    gradient = x.T @ (x @ problem.start[0] - y) / len(x)
-    # (1 − e^(−λt))/λ, which is t where λ = 0
-    time = torch.where(values > 1e-12, -torch.expm1(-values * t) / values.clamp(min=1e-12), t)
-    return torch.sub(problem.start[0], vectors @ (time * (vectors.T @ gradient)))
-
-
-def _single(problem: LeastSquares) -> tuple[Tensor, Tensor]:
-    if len(problem.start) != 1:
-        raise ValueError(f"problem is a batch of {len(problem.start)}; the limit law is that of one: least_squares(1)")
-    return problem.features[0], problem.targets[0]
-
-
-def _count(t: float, gamma: float) -> int:
+def count_steps(t: float, gamma: float) -> int:
     """Return the number of steps that take time t."""
     if not (gamma > 0 and t >= gamma):
         raise ValueError(f"gamma is {gamma} and t {t}; both are positive, and t holds at least one step of gamma")
     return round(t / gamma)
-
-
-@dataclass(frozen=True)
-class LimitRow:
-    """Simulated gRDA against its limit law at one learning rate and time.
-
-    Attributes:
-        mean_error: ‖simulated mean − limit mean‖ / ‖limit mean‖.
-        spread_error: the same of the covariances, in Frobenius norm.
-        mean_noise, spread_noise: the errors that so few runs would show if the limit were exact.
-    """
-
-    gamma: float
-    t: float
-    runs: int
-    mean_error: float
-    spread_error: float
-    mean_noise: float
-    spread_noise: float
-
-
-def limit_rows(
-    problem: LeastSquares,
-    gammas: Sequence[float] = (0.03, 0.01, 0.003, 0.001),
-    *,
-    c: float = 0.5,
-    mu: float = 0.6,
-    t: float = 4.0,
-    runs: int = 2000,
-    seed: int = 0,
-) -> Iterator[LimitRow]:
-    """Yield, for each γ, how far the moments of simulated runs are from those of the limit law.
-
-    >>> problem = least_squares(1, dimension=6, examples=20, rank=4, noise=1.0)
-    >>> row, = limit_rows(problem, [0.01], t=1.0, runs=200)
-    >>> row.mean_error < 0.5
-    True
-    """
-    (limit,) = limit_moments(problem, [t], c=c, mu=mu)
-    length, spread, trace = (float(x) for x in (limit.mean.norm(), limit.covariance.norm(), limit.covariance.trace()))
-    for gamma in gammas:
-        (seen,) = simulated_moments(problem, [t], gamma=gamma, c=c, mu=mu, runs=runs, seed=seed)
-        yield LimitRow(
-            gamma,
-            t,
-            runs,
-            float((seen.mean - limit.mean).norm()) / length,
-            float((seen.covariance - limit.covariance).norm()) / spread,
-            math.sqrt(trace / runs) / length,
-            math.sqrt((1 + (trace / spread) ** 2) / runs),  # of Gaussian samples
-        )

@@ -106,30 +106,34 @@ class CapturedStep:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
 
     def prepare(self, inputs: Tensor, sizes: Iterable[int]) -> None:
-        """Capture a graph for each batch size; weights, statistics and optimizer state come out as they went in."""
+        """Capture a graph for each batch size; weights, statistics, optimizer and random state stay as they were."""
         saved = _Saved(self.model, self.optimizer)
-        for number, size in enumerate(sizes):
-            static_inputs = inputs[:1].expand(size, *inputs.shape[1:]).contiguous()
-            static_targets = torch.zeros(size, dtype=torch.int64, device=inputs.device)
-            # Only the common batch is worth compiling for; the last, short one of an epoch runs uncompiled.
-            compiles = self.execution.compile and number == 0
-            forward = torch.compile(self.model, dynamic=False) if compiles else self.model
-            step = PlainStep(forward, self.optimizer, self.tally, self.execution)
-            with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
-                stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    for _ in range(_WARMUP_STEPS):
-                        self.tally.reset()
-                        step(static_inputs, static_targets)
-                torch.cuda.current_stream().wait_stream(stream)
-                self.tally.reset()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    step(static_inputs, static_targets)
-            self._graphs[size] = (graph, static_inputs, static_targets)
-            saved.restore()
+        with torch.random.fork_rng(devices=[inputs.device]):
+            for number, size in enumerate(sizes):
+                # Only the common batch is worth compiling for; the last, short one of an epoch runs uncompiled.
+                self._graphs[size] = self._capture(inputs, size, compiles=self.execution.compile and number == 0)
+                saved.restore()
         self.tally.reset()
+
+    def _capture(self, inputs: Tensor, size: int, compiles: bool) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        """Rehearse the step, so that everything lazy is done, and record it; batches go into the returned tensors."""
+        static_inputs = inputs[:1].expand(size, *inputs.shape[1:]).contiguous()
+        static_targets = torch.zeros(size, dtype=torch.int64, device=inputs.device)
+        forward = torch.compile(self.model, dynamic=False) if compiles else self.model
+        step = PlainStep(forward, self.optimizer, self.tally, self.execution)
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(_WARMUP_STEPS):
+                    self.tally.reset()
+                    step(static_inputs, static_targets)
+            torch.cuda.current_stream().wait_stream(stream)
+            self.tally.reset()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step(static_inputs, static_targets)
+        return graph, static_inputs, static_targets
 
     def __call__(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> None:
         graph, static_inputs, static_targets = self._graphs[len(targets)]

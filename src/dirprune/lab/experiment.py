@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,9 @@ from dirprune.lab.train import Divergence, EpochRecord, train
 
 SAVE_SECONDS = 60.0
 """Without another wish, a checkpoint is written when the last one is this old."""
+
+_MACHINE = ("lr", "foreach", "fused", "capturable")
+"""Options of an optimizer that say how a machine computes; `train` sets the value of lr at its first step."""
 
 _STATISTICS = {"": None, "cifar": CIFAR_STATISTICS, "imagenet": IMAGENET_STATISTICS}
 
@@ -54,7 +58,7 @@ def assemble(recipe: Recipe, *, device: torch.device, root: Path | None, process
         world_size=process.world_size,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
+        torch.default_generator.manual_seed(recipe.seed)  # torch.manual_seed would reseed the caller's GPUs too
         model = models.build(recipe.model, loaders.classes)
     model = recipe.execution(device.type).place(model, device)
     return Parts(model, make_optimizer(recipe, model, device), loaders)
@@ -83,6 +87,14 @@ def make_optimizer(recipe: Recipe, model: nn.Module, device: torch.device) -> Op
         weight_decay=recipe.weight_decay,
         capturable=captured,
     )
+
+
+def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a saved state; where the learning rate lives and which kernels run stay this machine's own."""
+    own = [{key: group[key] for key in _MACHINE if key in group} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        group.update(values)
 
 
 def conduct(
@@ -116,11 +128,11 @@ def conduct(
     if found is not None:
         done, state = found
         parts.model.load_state_dict(state["model"])
-        parts.optimizer.load_state_dict(state["optimizer"])
+        restore(parts.optimizer, state["optimizer"])
     process.wait()  # all have read before the first one writes
     if process.is_first:
         run.rewind(done)
-        run.note_environment(device, process.world_size)
+        run.note_session(device, process.world_size, root)
         if found is None:
             _save(run, 0, parts)
     saved, saved_at = done, time.monotonic()
@@ -143,16 +155,16 @@ def conduct(
             due = record.epoch - saved >= save_every if save_every else time.monotonic() - saved_at >= SAVE_SECONDS
             if process.is_first:
                 run.append(record)
-                if due or stops or record.epoch == recipe.epochs or record.epoch in recipe.keep:
+            if process.agree(due) or stops or record.epoch == recipe.epochs or record.epoch in recipe.keep:
+                if process.is_first:
                     _save(run, record.epoch, parts)
-                    saved, saved_at = record.epoch, time.monotonic()
+                saved, saved_at = record.epoch, time.monotonic()
             yield record
             if stops:
                 return
     except Divergence as error:
-        kept = checkpoint.epochs(run.checkpoints)
         raise Diverged(
-            f"{error}. The last good checkpoint is {run.checkpoints}/epoch-{kept[-1]:04d}.pt. "
+            f"{error}. The last good checkpoint is {run.checkpoints}/epoch-{saved:04d}.pt. "
             f"Try a smaller --lr (now {recipe.lr}), --c (now {recipe.c}) or --mu (now {recipe.mu}), or another --seed"
         ) from error
 

@@ -40,6 +40,13 @@ class Process:
         if self.world_size > 1:
             dist.barrier()
 
+    def tell(self, text: str) -> str:
+        """Return the first process's text, in all."""
+        words = [text]
+        if self.world_size > 1:
+            dist.broadcast_object_list(words)
+        return words[0]
+
     def agree(self, flag: bool) -> bool:
         """Return whether any process says yes."""
         return bool(self.sum(torch.tensor(float(flag))) > 0) if self.world_size > 1 else flag

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -69,12 +70,21 @@ class Run:
         text = "".join(json.dumps(record.to_dict()) + "\n" for record in kept)
         _write(self.folder / "metrics.jsonl", text)
 
-    def note_environment(self, device: torch.device, world_size: int) -> None:
-        """Add what this session runs on, and under which command, to environment.json."""
+    def sessions(self) -> list[dict[str, Any]]:
+        """Return what each session that trained here ran on, and under which command."""
         path = self.folder / "environment.json"
         sessions: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-        sessions.append(environment(device, world_size))
-        _write(path, json.dumps(sessions, indent=1) + "\n")
+        return sessions
+
+    def last_root(self) -> Path | None:
+        """Return where the last session found its data, if it was told."""
+        sessions = self.sessions()
+        return Path(sessions[-1]["data"]) if sessions and sessions[-1].get("data") else None
+
+    def note_session(self, device: torch.device, world_size: int, root: Path | None = None) -> None:
+        """Add this session to environment.json."""
+        session = {**environment(device, world_size), "data": str(root.resolve()) if root else ""}
+        _write(self.folder / "environment.json", json.dumps([*self.sessions(), session], indent=1) + "\n")
 
 
 def create(folder: Path, recipe: Recipe) -> Run:
@@ -86,6 +96,21 @@ def create(folder: Path, recipe: Recipe) -> Run:
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "config.json", json.dumps(recipe.to_dict(), indent=1) + "\n")
     return Run(folder, recipe)
+
+
+def default_name(recipe: Recipe) -> str:
+    """Return a folder name that tells a run from its siblings, e.g. vgg16-cifar10-grda-c0.0005-mu0.6-s0."""
+    setting = f"grda-c{recipe.c:g}-mu{recipe.mu:g}" if recipe.optimizer == "grda" else recipe.optimizer
+    return f"{recipe.name}-{setting}-s{recipe.seed}"
+
+
+def unused(folder: Path) -> Path:
+    """Return the folder, or the first of folder-2, folder-3, … that is not there yet."""
+    candidate, number = folder, 1
+    while candidate.exists():
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate
 
 
 def load(folder: Path) -> Run:
@@ -115,7 +140,7 @@ def environment(device: torch.device, world_size: int = 1) -> dict[str, Any]:
     cuda = device.type == "cuda"
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": " ".join(["dirprune", *sys.argv[1:]]),
+        "command": shlex.join(["dirprune", *sys.argv[1:]]),
         "commit": commit(),
         "dirprune": dirprune.__version__,
         "torch": torch.__version__,

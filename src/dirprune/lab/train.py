@@ -51,8 +51,8 @@ class EpochRecord:
 class Divergence(FloatingPointError):
     """The loss stopped being a number."""
 
-    def __init__(self, epoch: int, step: int, loss: float) -> None:
-        super().__init__(f"the training loss became {loss} in step {step} of epoch {epoch}")
+    def __init__(self, epoch: int, step: int, loss: float, *, which: str = "training") -> None:
+        super().__init__(f"the {which} loss became {loss} in step {step} of epoch {epoch}")
         self.epoch = epoch
         self.step = step
 
@@ -110,7 +110,7 @@ def train(
     for epoch in range(done + 1, epochs + 1):
         start = time.perf_counter()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(_epoch_seed(seed, epoch, process.rank))
+            _seed(device, _epoch_seed(seed, epoch, process.rank))
             model.train()
             tally.reset()
             for i, (inputs, targets) in enumerate(train_set.epoch(epoch)):
@@ -123,6 +123,8 @@ def train(
         loss, accuracy = _summarise(tally, train_set, epoch, process)
         trained = time.perf_counter()
         score = evaluate(model, test_set, execution=execution, process=process)
+        if not math.isfinite(score.loss):  # the last update broke weights that no training loss has seen yet
+            raise Divergence(epoch, len(train_set), score.loss, which="test")
         zeros = sparsity(model)
         yield EpochRecord(
             epoch=epoch,
@@ -219,13 +221,20 @@ def _epoch_seed(seed: int, epoch: int, rank: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+def _seed(device: torch.device, seed: int) -> None:
+    """Seed the two sources a step draws from; torch.manual_seed would reseed every other device too."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
 def _check(tally: Tally, epoch: int, steps: int, process: Process) -> None:
-    """Raise Divergence, in all processes together, if the loss of a step so far is not finite in any."""
-    losses = tally.losses[:steps].tolist()
-    bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
-    if process.agree(bad is not None):
-        number = steps if bad is None else bad + 1
-        raise Divergence(epoch, number, losses[number - 1])
+    """Raise Divergence, in all processes together, at the first step so far whose loss is not finite in any."""
+    losses = process.sum(tally.losses[:steps].cpu()).tolist()
+    for number, loss in enumerate(losses, start=1):
+        if not math.isfinite(loss):
+            raise Divergence(epoch, number, loss)
 
 
 def _summarise(tally: Tally, loader: Loader, epoch: int, process: Process) -> tuple[float, float]:

@@ -1,0 +1,216 @@
+"""What a training step costs: SGD against gRDA, beside the arithmetic floor and the paper's own figures."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from dirprune.lab import data, models, recipes
+from dirprune.lab.data import Loaders, Synthetic
+from dirprune.lab.execution import Tally, make_step
+from dirprune.lab.experiment import make_optimizer
+from dirprune.lab.runs import environment
+from dirprune.lab.train import evaluate
+
+PEAK_FLOPS = 790e12
+"""What one H200 reaches in a large bf16 matrix product on random data; the floor is the arithmetic at that rate."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network as a published run trained it."""
+
+    recipe: str
+    shape: tuple[int, int, int]
+    classes: int
+    examples: int
+
+
+WORKLOADS = {
+    "vgg16": Workload("vgg16-cifar10", (3, 32, 32), 10, 50_000),
+    "wrn28x10": Workload("wrn28x10-cifar10", (3, 32, 32), 10, 50_000),
+    "resnet50": Workload("resnet50-imagenet", (3, 224, 224), 1000, 2_560),
+    "small": Workload("digits", (1, 8, 8), 10, 1_438),
+}
+PAPER_MS = {"vgg16": (21.4, 30.3), "wrn28x10": (227.1, 251.0), "resnet50": (396.4, 458.2)}
+PAPER_MIB = {"vgg16": (1756, 1809), "wrn28x10": (10301, 10589), "resnet50": (14221, 14159)}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A training step of one network with one optimizer: milliseconds (median of rounds), and mebibytes at the peak."""
+
+    model: str
+    batch_size: int
+    parameters: int
+    optimizer: str
+    ms: float
+    floor_ms: float | None
+    peak_mib: float | None
+    overhead: float
+    """Share of an epoch that is neither a training step: data handling, evaluation, and what is recorded."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Trainer:
+    """A network under one optimizer, ready to step."""
+
+    def __init__(self, name: str, optimizer: str, loaders: Loaders, device: torch.device) -> None:
+        recipe = replace(recipes.get(WORKLOADS[name].recipe), optimizer=optimizer)
+        self.execution = recipe.execution(device.type)
+        torch.manual_seed(0)
+        self.model = self.execution.place(models.build(recipe.model, loaders.classes), device)
+        optimizer_ = make_optimizer(recipe, self.model, device)
+        self.loaders = loaders
+        self.batches = [batch for batch, _ in zip(loaders.train.epoch(1), range(8), strict=False)]
+        last = loaders.train.examples % loaders.train.batch_size
+        sizes = [loaders.train.batch_size, *([last] if last else [])]
+        self.tally = Tally(len(loaders.train), device)
+        example = self.batches[0][0]
+        self.step = make_step(self.model, self.model, optimizer_, self.tally, self.execution, example, sizes)
+
+    def steps(self, count: int) -> float:
+        """Seconds a step."""
+        self.tally.reset()
+        start = _now()
+        for i in range(count):
+            self.step(*self.batches[i % len(self.batches)])
+        return (_now() - start) / count
+
+    def epoch(self) -> float:
+        """Seconds for an epoch as training spends them: data, steps, evaluation."""
+        self.tally.reset()
+        start = _now()
+        for batch in self.loaders.train.epoch(2):
+            self.step(*batch)
+        evaluate(self.model, self.loaders.test, execution=self.execution)
+        return _now() - start
+
+
+def bench(name: str, *, device: torch.device, rounds: int = 7, steps: int = 50) -> Iterator[Cost]:
+    """Yield what a step of this network costs with SGD, then with gRDA; the two take turns, round by round."""
+    if name not in WORKLOADS:
+        raise ValueError(f"model={name!r}: there is no such benchmark; take one of {', '.join(WORKLOADS)}")
+    workload = WORKLOADS[name]
+    recipe = recipes.get(workload.recipe)
+    loaders = data.load(
+        "synthetic",
+        batch_size=recipe.batch_size,
+        seed=0,
+        device=device,
+        synthetic=Synthetic(workload.shape, workload.classes, workload.examples),
+    )
+    steps = min(steps, len(loaders.train))
+    trainers: dict[str, _Trainer] = {}
+    peaks: dict[str, float | None] = {}
+    for optimizer in recipes.OPTIMIZERS[::-1]:
+        before = _reset_peak(device)
+        trainers[optimizer] = _Trainer(name, optimizer, loaders, device)
+        trainers[optimizer].steps(steps)
+        peaks[optimizer] = (torch.cuda.max_memory_allocated(device) - before) / 2**20 if before is not None else None
+    times: dict[str, list[float]] = {optimizer: [] for optimizer in trainers}
+    for _ in range(rounds):
+        for optimizer, trainer in trainers.items():
+            times[optimizer].append(trainer.steps(steps))
+    for optimizer, trainer in trainers.items():
+        ms = 1e3 * statistics.median(times[optimizer])
+        whole = min(trainer.epoch() for _ in range(2))
+        yield Cost(
+            model=name,
+            batch_size=recipe.batch_size,
+            parameters=sum(p.numel() for p in trainer.model.parameters()),
+            optimizer=optimizer,
+            ms=ms,
+            floor_ms=_floor_ms(recipe.model, workload, recipe.batch_size) if device.type == "cuda" else None,
+            peak_mib=peaks[optimizer],
+            overhead=max(0.0, 1 - len(loaders.train) * ms / 1e3 / whole),
+        )
+
+
+COLUMNS = (
+    "model",
+    "optimizer",
+    "ms",
+    "floor ms",
+    "share of floor",
+    "÷ SGD",
+    "paper ms",
+    "MiB",
+    "paper MiB",
+    "overhead",
+)
+
+
+def table(costs: Sequence[Cost]) -> list[tuple[str, ...]]:
+    """Return the costs as rows of text under `COLUMNS`, the paper's V100 figures beside them."""
+    dense = {cost.model: cost for cost in costs if cost.optimizer == "sgd"}
+    rows: list[tuple[str, ...]] = []
+    for cost in costs:
+        which = 0 if cost.optimizer == "sgd" else 1
+        rows.append(
+            (
+                cost.model,
+                cost.optimizer,
+                f"{cost.ms:.3f}",
+                f"{cost.floor_ms:.2f}" if cost.floor_ms else "–",
+                f"{cost.floor_ms / cost.ms:.0%}" if cost.floor_ms else "–",
+                f"{cost.ms / dense[cost.model].ms:.3f}",
+                f"{PAPER_MS[cost.model][which]:.1f}" if cost.model in PAPER_MS else "–",
+                f"{cost.peak_mib:.0f}" if cost.peak_mib else "–",
+                f"{PAPER_MIB[cost.model][which]}" if cost.model in PAPER_MIB else "–",
+                f"{cost.overhead:.1%}",
+            )
+        )
+    return rows
+
+
+def write(costs: Sequence[Cost], path: Path, device: torch.device) -> None:
+    """Write the costs as CSV, with the hardware, versions and commit that gave them."""
+    where = environment(device)
+    told = {
+        "hardware": where["device"],
+        "torch": where["torch"],
+        "commit": where["commit"],
+        "command": where["command"],
+    }
+    rows = [{**cost.to_dict(), **told} for cost in costs]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _floor_ms(model: str, workload: Workload, batch_size: int) -> float:
+    """Milliseconds that the arithmetic of forward and backward (three times the forward's) takes at PEAK_FLOPS."""
+    with torch.device("meta"):
+        network: nn.Module = models.build(model, workload.classes)
+        counter = FlopCounterMode(display=False)
+        with counter:
+            network(torch.empty(1, *workload.shape))
+    return 1e3 * 3 * batch_size * counter.get_total_flops() / PEAK_FLOPS
+
+
+def _reset_peak(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,331 @@
+"""The commands: one function a verb. Everything heavy is imported inside, so that --help answers at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dirprune.lab.console import clear_errors, emit, is_terminal, say, show
+
+if TYPE_CHECKING:
+    from dirprune.lab.recipes import Recipe
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train sparse networks with gRDA, and see what it does. Start with: dirprune demo",
+)
+
+
+class OptimizerName(str, Enum):
+    grda = "grda"
+    sgd = "sgd"
+
+
+class Precision(str, Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class DownloadName(str, Enum):
+    cifar10 = "cifar10"
+    cifar100 = "cifar100"
+
+
+DataOption = Annotated[
+    Path | None, typer.Option("--data", help="Folder of the data sets [default: $DIRPRUNE_DATA or ~/.cache/dirprune].")
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest there is.")]
+SaveOption = Annotated[int | None, typer.Option(min=1, help="Epochs between checkpoints [default: one a minute].")]
+BoardOption = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard event files into the run.")]
+SeedOption = Annotated[int, typer.Option(help="Decides initial weights, order of the data and augmentation.")]
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the two runs and the figure.")] = Path("runs/demo"),
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of each run [default: 60].")] = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Train a small network on digits with SGD and with gRDA, and compare: no data, no GPU, under a minute."""
+    with clear_errors():
+        from dirprune.lab import plots, recipes, runs
+        from dirprune.lab.follow import follow
+        from dirprune.lab.report import layerwise, report
+
+        folder = runs.unused(out)
+        recipe = _changed(recipes.get("digits"), epochs=epochs, seed=seed)
+        for optimizer, name in (("sgd", "SGD"), ("grda", "gRDA")):
+            run = runs.create(folder / optimizer, replace(recipe, optimizer=optimizer))
+            follow(run, device="cpu", title=name, quiet=True)
+        found = report([folder / "sgd", folder / "grda"])
+        labels = dict(zip(("SGD", "gRDA"), (group.records for group in found.groups), strict=True))
+        figure = plots.save(plots.accuracy_and_sparsity(labels), folder / "demo.png")
+        if not is_terminal():
+            emit({**found.to_dict(), "figure": str(figure)})
+            return
+        columns = ("test accuracy (%)", "sparsity (%)", "total")
+        rows = [(name, *(row.cells()[c] for c in columns)) for name, row in zip(labels, found.rows, strict=True)]
+        show("The same network, weights and minibatches", ("", *columns), rows)
+        print(f"\nWhat gRDA left of each layer:\n\n{layerwise(runs.load(folder / 'grda'))[1]}")
+        print(f"\nThe figure (accuracy and sparsity over training): {figure}")
+        print("In your own script: optimizer = dirprune.GRDA(model.parameters(), lr=0.1, c=5e-4, mu=0.51)")
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="One of `dirprune recipes`.")],
+    optimizer: Annotated[OptimizerName | None, typer.Option(help="gRDA, or dense SGD.")] = None,
+    c: Annotated[float | None, typer.Option(help="gRDA's pruning strength, ≥ 0.")] = None,
+    mu: Annotated[float | None, typer.Option(help="gRDA's growth exponent, > 0.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Base learning rate.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Length of the schedule.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Global batch size.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Initial weights, order of the data, augmentation.")] = None,
+    model: Annotated[str | None, typer.Option(help="Another network, or your own as package.module:callable.")] = None,
+    validation: Annotated[float | None, typer.Option(help="Hold out this share of train and report on it.")] = None,
+    keep: Annotated[str | None, typer.Option(help="Epochs whose checkpoints stay, e.g. 0,10,100.")] = None,
+    precision: Annotated[Precision | None, typer.Option(help="Of forward and backward.")] = None,
+    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile the network.")] = None,  # noqa: A002
+    out: Annotated[Path | None, typer.Option(help="Run directory [default: one under runs/].")] = None,
+    data: DataOption = None,
+    device: DeviceOption = "auto",
+    save_every: SaveOption = None,
+    tensorboard: BoardOption = False,
+) -> None:
+    """Train a network by a recipe. On several processes: torchrun --nproc-per-node N -m dirprune train RECIPE …"""
+    with clear_errors():
+        from dirprune.lab import recipes, runs
+        from dirprune.lab.follow import follow
+
+        chosen = _changed(
+            recipes.get(recipe),
+            optimizer=optimizer.value if optimizer else None,
+            c=c,
+            mu=mu,
+            lr=lr,
+            epochs=epochs,
+            batch_size=batch_size,
+            seed=seed,
+            model=model,
+            validation=validation,
+            keep=_epochs(keep) if keep else None,
+            precision=precision.value if precision else None,
+            compile=compile,
+        )
+        folder = out or Path("runs") / runs.default_name(chosen)
+        follow(
+            lambda: runs.create(folder, chosen),
+            device=device,
+            root=data,
+            save_every=save_every,
+            tensorboard=tensorboard,
+        )
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    data: DataOption = None,
+    device: DeviceOption = "auto",
+    save_every: SaveOption = None,
+    tensorboard: BoardOption = False,
+) -> None:
+    """Go on with a run from its last good checkpoint."""
+    with clear_errors():
+        from dirprune.lab import runs
+        from dirprune.lab.follow import follow
+
+        found = runs.load(run)
+        root = data or found.last_root()
+        follow(found, device=device, root=root, save_every=save_every, tensorboard=tensorboard)
+
+
+@app.command()
+def report(
+    run: Annotated[
+        list[Path], typer.Argument(help="Run directories; those that differ only in the seed are averaged.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Folder for the figures [default: RUN/figures, or report].")] = None,
+) -> None:
+    """Show runs side by side: table, curves, layerwise sparsity."""
+    with clear_errors():
+        from dirprune.lab import report as reports
+
+        found = reports.report(run)
+        paths = reports.draw(found, out or (None if len(run) == 1 else Path("report")))
+        if not is_terminal():
+            emit({**found.to_dict(), "figures": [str(path) for path in paths]})
+            return
+        cells = [row.cells() for row in found.rows]
+        show("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2)
+        for note in found.notes:
+            say(note)
+        if len(run) == 1 and paths:
+            from dirprune.lab import runs
+
+            print(f"\n{reports.layerwise(runs.load(run[0]))[1]}\n")
+        for path in paths:
+            print(f"figure: {path}")
+
+
+@app.command()
+def tune(
+    recipe: Annotated[str, typer.Argument(help="One of `dirprune recipes`.")],
+    epochs: Annotated[int, typer.Option(min=1, help="Length of a trial; the paper used 1 to 5.")] = 3,
+    tolerance: Annotated[float, typer.Option(help="Points of accuracy that a trial may lie below SGD.")] = 1.0,
+    mu: Annotated[list[float] | None, typer.Option(help="Search c for these μ [default: .501 .51 .55].")] = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    seed: int | None = None,
+    model: str | None = None,
+    data: DataOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Choose c and μ by the paper's rule: the greatest c that keeps SGD's accuracy, on held-out training data."""
+    with clear_errors():
+        from dirprune.lab import recipes
+        from dirprune.lab import tune as tuning
+        from dirprune.lab.console import bar
+        from dirprune.lab.follow import device_of
+
+        chosen = _changed(recipes.get(recipe), lr=lr, batch_size=batch_size, seed=seed, model=model)
+        trials = []
+        search = tuning.tune(
+            chosen, epochs=epochs, tolerance=tolerance, mus=mu or tuning.MUS, device=device_of(device), root=data
+        )
+        with bar("trials", total=None) as advance:
+            for trial in search:
+                trials.append(trial)
+                advance(1, note=_trial_text(trial))
+                if not is_terminal():
+                    emit(trial.to_dict())
+        if is_terminal():
+            show(f"{epochs} epochs each, on held-out data", _TRIAL_COLUMNS, [_trial_row(t) for t in trials], left=1)
+        best = tuning.choose(trials)
+        if best is None:
+            say("No c passed: allow a larger --tolerance or longer trials (--epochs).")
+            raise typer.Exit(1)
+        changes = [("--lr", lr), ("--batch-size", batch_size), ("--seed", seed), ("--model", model), ("--data", data)]
+        words = " ".join(f"{name} {value}" for name, value in changes if value is not None)
+        say(f"Chosen: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} sparse after {epochs} epochs). Train with:")
+        command = f"dirprune train {recipe} --c {best.c:g} --mu {best.mu:g} {words}".rstrip()
+        if is_terminal():
+            print(command)
+        else:
+            emit({"c": best.c, "mu": best.mu, "command": command})
+
+
+@app.command()
+def data(
+    name: Annotated[DownloadName, typer.Argument(help="Which data set.")],
+    to: Annotated[Path | None, typer.Option(help="Folder [default: $DIRPRUNE_DATA or ~/.cache/dirprune].")] = None,
+) -> None:
+    """Download a data set, check it and unpack it."""
+    with clear_errors():
+        from dirprune.lab.console import bar
+        from dirprune.lab.data import data_root
+        from dirprune.lab.download import fetch
+
+        folder = data_root(to)
+        with bar(name.value, total=None, unit="bytes") as advance:
+            seen = 0
+
+            def progress(done: int, total: int | None) -> None:
+                nonlocal seen
+                advance(done - seen, total=total)
+                seen = done
+
+            fetched = fetch(name.value, folder, progress=progress)
+        how = {"present": "already there, and verified", "archive": "unpacked from the archive that was there"}
+        say(f"{fetched.folder}: {how.get(fetched.source, 'downloaded and verified')}. Use it with --data {folder}")
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes."""
+    from dirprune.lab import recipes as known
+
+    found = [known.get(name) for name in known.names()]
+    if not is_terminal():
+        for recipe in found:
+            emit({"name": recipe.name, "about": recipe.about, "model": recipe.model, "data": recipe.data})
+        return
+    rows = [
+        (r.name, r.about, r.data, r.model, str(r.epochs), f"c={r.c:g} μ={r.mu:g}", _published(r.published))
+        for r in found
+    ]
+    columns = ("recipe", "what", "data", "model", "epochs", "gRDA", "published (c; μ)")
+    show("Recipes: dirprune train RECIPE [--optimizer sgd]", columns, rows, left=4)
+
+
+@app.command()
+def bench(
+    model: Annotated[list[str] | None, typer.Argument(help="vgg16, wrn28x10, resnet50, small.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the numbers to this CSV file.")] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Measure a training step with SGD and with gRDA, beside the arithmetic floor and the paper's figures."""
+    with clear_errors():
+        from dirprune.lab import bench as benchmark
+        from dirprune.lab.console import bar
+        from dirprune.lab.follow import device_of
+
+        where = device_of(device)
+        names = model or (["vgg16", "wrn28x10", "resnet50"] if where.type == "cuda" else ["small"])
+        costs = []
+        with bar("benchmarks", total=2 * len(names)) as advance:
+            for name in names:
+                for cost in benchmark.bench(name, device=where):
+                    costs.append(cost)
+                    advance(1, note=f"{cost.model} {cost.optimizer}: {cost.ms:.2f} ms")
+                    if not is_terminal():
+                        emit(cost.to_dict())
+        if out:
+            benchmark.write(costs, out, where)
+        if is_terminal():
+            show("A training step", benchmark.COLUMNS, benchmark.table(costs), left=2)
+
+
+def _changed(recipe: Recipe, **changes: Any) -> Recipe:
+    """Return the recipe with what was given; precision and compile apply to both kinds of device."""
+    execution = {key: changes.pop(key) for key in ("precision", "compile") if changes.get(key) is not None}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if execution:
+        changes["cpu"], changes["cuda"] = replace(recipe.cpu, **execution), replace(recipe.cuda, **execution)
+    return replace(recipe, **changes)
+
+
+def _epochs(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise ValueError(f"--keep {text!r} is not a list of epochs; write e.g. 0,10,100") from None
+
+
+def _published(settings: tuple[tuple[float, float], ...]) -> str:
+    by_c: dict[float, list[str]] = {}
+    for c, mu in settings:
+        by_c.setdefault(c, []).append(f"{mu:g}")
+    return ", ".join(f"{c:g}; {' '.join(mus)}" for c, mus in by_c.items())
+
+
+_TRIAL_COLUMNS = ("", "c", "μ", "accuracy (%)", "sparsity (%)", "")
+
+
+def _trial_row(trial: Any) -> tuple[str, ...]:
+    accuracy = "diverged" if trial.accuracy is None else f"{trial.accuracy:.2f}"
+    if trial.optimizer == "sgd":
+        return ("SGD", "", "", accuracy, "", "")
+    verdict = "within tolerance" if trial.passes else "too much"
+    return ("gRDA", f"{trial.c:g}", f"{trial.mu:g}", accuracy, f"{100 * trial.sparsity:.2f}", verdict)
+
+
+def _trial_text(trial: Any) -> str:
+    return " ".join(word for word in _trial_row(trial) if word)

@@ -1,0 +1,355 @@
+"""Mode connectivity between two runs: fit the curve, profile it and the straight line, map the plane they span.
+
+`dirprune.lab.connectivity_files` describes the directory of a job; the same call takes it up where it was left. Losses
+are measured on plain data, not augmented, in the precision of run A; errors are in percent. BatchNorm statistics are
+re-estimated at every point.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dirprune.connect import BezierCurve, FitRecord, Plane, fit_curve
+from dirprune.lab import checkpoint, experiment, runs
+from dirprune.lab.connectivity_files import (
+    Mapped,
+    Placed,
+    Profiled,
+    claim,
+    draw,
+    facts_of,
+    profiles,
+    published_curve,
+    write,
+)
+from dirprune.lab.recipes import Recipe
+from dirprune.lab.schedules import Schedule
+from dirprune.lab.tables import read_rows, write_rows
+from dirprune.landscape import Evaluator, Loaders, Place, profile_points
+from dirprune.weights import Weights, check_alike, flatten, put, take
+
+_SAME = ("data", "model", "statistics", "validation")  # in two recipes whose networks can be joined
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides a job besides its two networks.
+
+    The defaults are the published fit of VGG16: 300 epochs, lr .1 constant for half of them, then linear to a hundredth
+    at 90%, momentum .9 (WRN28x10: 200 epochs, momentum 0). ``batch_size`` is run A's if None. ``fit=False`` leaves out
+    curve and plane and profiles the straight line alone. ``plane_examples`` bounds the training examples that the plane
+    is measured on, which for a large network is most of the work; whole batches, the first ones.
+    """
+
+    epochs: int = 300
+    points: int = 61
+    grid: int = 21
+    margin: float = 0.2
+    lr: float = 0.1
+    momentum: float = 0.9
+    schedule: str = "constant-linear-constant"
+    batch_size: int | None = None
+    seed: int = 0
+    fit: bool = True
+    plane_examples: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = [
+            (self.epochs >= 1, "epochs", "fit for at least one epoch"),
+            (self.points >= 2, "points", "a profile needs at least its two endpoints"),
+            (self.grid >= 2, "grid", "give at least 2 points a side"),
+            (0 <= self.margin < math.inf, "margin", "give a number ≥ 0, e.g. 0.2"),
+            (0 < self.lr < math.inf, "lr", "give a positive number, e.g. 0.1"),
+            (0 <= self.momentum < 1, "momentum", "give a number in [0, 1)"),
+            (self.batch_size is None or self.batch_size >= 1, "batch_size", "a batch needs at least one example"),
+            (self.plane_examples is None or self.plane_examples >= 1, "plane_examples", "give at least one, or none"),
+        ]
+        for good, name, remedy in checks:
+            if not good:
+                raise ValueError(f"{name}={getattr(self, name)!r} cannot be used; {remedy}")
+        Schedule(self.schedule)
+
+
+@dataclass(frozen=True)
+class Step:
+    """``done`` of ``total`` steps of a stage ("fit", "curve", "line", "plane"); the first says what was done before."""
+
+    stage: str
+    done: int
+    total: int
+    note: str = ""
+
+
+def connect(
+    run_a: Path,
+    run_b: Path,
+    out: Path,
+    options: Options | None = None,
+    *,
+    epoch_a: int | None = None,
+    epoch_b: int | None = None,
+    device: torch.device,
+    root: Path | None = None,
+) -> Iterator[Step]:
+    """Join run A (t = 0) and run B (t = 1) by a curve, measure what lies between them, draw it; yield as it goes.
+
+    Leaving the loop, also for good, loses nothing but the step under way: the same call goes on from there.
+
+    Args:
+        run_a, run_b: run directories; run A's recipe decides model, data, batch size and precision.
+        out: the directory of the job, made here.
+        epoch_a, epoch_b: the checkpoints to join; by default the newest ones.
+        device, root: where to compute, where the data are.
+
+    Raises:
+        ValueError: the runs do not belong together.
+        RunExists: ``out`` holds something else.
+        Diverged: the fit left the finite numbers.
+
+    Reference: Garipov et al. 2018; section 4.2 of the paper.
+    """
+    job = _open(run_a, run_b, out, options or Options(), epoch_a, epoch_b, device, root)
+    places: list[Place] = [(i / (job.options.points - 1),) for i in range(job.options.points)]
+    profile = out / "profile.csv"
+    if job.options.fit:
+        yield from _fit(job)
+        yield from _measure("curve", profile, Profiled, ("curve",), lambda: job.evaluator, job.curve.point, places)
+    line = BezierCurve(job.start, job.end, bends=0)
+    yield from _measure("line", profile, Profiled, ("line",), lambda: job.evaluator, line.point, places)
+    if job.options.fit:
+        plane = _place(job, places)
+        grid: list[Place] = [*plane.grid(job.options.grid, job.options.margin)]
+        yield from _measure("plane", out / "plane.csv", Mapped, (), lambda: job.plane_evaluator, plane.point, grid)
+    _summarise(job)
+    draw(out)
+
+
+class _Job:
+    """A job that is under way: its networks, on the device, and what to measure them with."""
+
+    def __init__(
+        self, out: Path, options: Options, recipe: Recipe, parts: experiment.Parts, ends: tuple[Weights, Weights]
+    ) -> None:
+        self.out, self.options, self.recipe = out, options, recipe
+        self.model, self.loaders = parts.model, parts.loaders
+        self.start, self.end = ends
+        self.curve = BezierCurve(self.start, self.end)
+        self.device = flatten(self.start).device
+        self.execution = recipe.execution(self.device.type)
+
+    @property
+    def captured(self) -> bool:
+        return self.execution.capture and self.device.type == "cuda"
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.execution.precision == "bfloat16" else None
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        return self._evaluator(self.loaders)
+
+    @cached_property
+    def plane_evaluator(self) -> Evaluator:
+        if self.options.plane_examples is None:
+            return self.evaluator
+        batches = -(-self.options.plane_examples // self.loaders.train.batch_size)
+        train = [batch for _, batch in zip(range(batches), self.loaders.train, strict=False)]
+        return self._evaluator(SimpleNamespace(train=train, test=self.loaders.test))
+
+    def _evaluator(self, loaders: Loaders) -> Evaluator:
+        return Evaluator(
+            self.model,
+            loaders,
+            autocast=self.autocast,
+            channels_last=self.execution.channels_last,
+            capture=self.captured,
+        )
+
+
+def _open(
+    run_a: Path,
+    run_b: Path,
+    out: Path,
+    options: Options,
+    epoch_a: int | None,
+    epoch_b: int | None,
+    device: torch.device,
+    root: Path | None,
+) -> _Job:
+    """Load the two networks, refuse what cannot be joined, and make ``out`` the directory of this job."""
+    a, b = runs.load(run_a), runs.load(run_b)
+    for name in _SAME:
+        ours, theirs = getattr(a.recipe, name), getattr(b.recipe, name)
+        if ours != theirs:
+            raise ValueError(f"{run_a} has {name}={ours!r} and {run_b} has {name}={theirs!r}; give runs that share it")
+    recipe = replace(a.recipe, batch_size=options.batch_size or a.recipe.batch_size, seed=options.seed)
+    options = replace(options, batch_size=recipe.batch_size)
+    parts = experiment.assemble(recipe, device=device, root=root)
+    (epoch_a, start), (epoch_b, end) = (
+        _endpoint(run, epoch, parts.model) for run, epoch in ((a, epoch_a), (b, epoch_b))
+    )
+    if torch.equal(flatten(start), flatten(end)):
+        raise ValueError(f"{run_a} (epoch {epoch_a}) and {run_b} (epoch {epoch_b}) hold the same weights; give two")
+    networks = {
+        **{"run_a": str(run_a), "epoch_a": epoch_a, "network_a": _label(a.recipe), "weights_a": _digest(start)},
+        **{"run_b": str(run_b), "epoch_b": epoch_b, "network_b": _label(b.recipe), "weights_b": _digest(end)},
+        **{"data": recipe.data, "model": recipe.model},
+        "published": _published_key(a.recipe, b.recipe),
+    }
+    claim(out, {**networks, **asdict(options)})
+    environment = out / "environment.json"
+    sessions = json.loads(environment.read_text()) if environment.exists() else []
+    write(environment, [*sessions, runs.environment(device)])
+    return _Job(out, options, recipe, parts, (start, end))
+
+
+def _endpoint(run: runs.Run, epoch: int | None, model: nn.Module) -> tuple[int, Weights]:
+    """Return the epoch and the weights of a checkpoint of the run, on the model's device; the model holds them then."""
+    saved = checkpoint.epochs(run.checkpoints)
+    if epoch is not None and epoch not in saved:
+        raise ValueError(f"{run.folder} has no checkpoint of epoch {epoch}; it has {', '.join(map(str, saved))}")
+    found, state = runs.weights_of(run, epoch)
+    buffers = {name for name, _ in model.named_buffers()}
+    weights = {name: tensor for name, tensor in state.items() if name not in buffers}
+    check_alike(dict(model.named_parameters()), weights, f"the network {run.recipe.model!r}", str(run.folder))
+    put(model, weights)
+    return found, take(model)
+
+
+def _fit(job: _Job) -> Iterator[Step]:
+    """Fit the curve from where it stands to its last epoch."""
+    options, folder = job.options, job.out / "checkpoints"
+    settings = replace(job.recipe, optimizer="sgd", lr=options.lr, momentum=options.momentum)
+    settings = replace(settings, nesterov=False, weight_decay=0.0)
+    optimizer = experiment.make_optimizer(settings, job.curve, job.device)
+    found = checkpoint.latest(folder)
+    done = 0
+    if found is not None:
+        done, state = found
+        job.curve.load_state_dict(state["curve"])
+        experiment.restore(optimizer, state["optimizer"])
+
+    def save() -> None:
+        state = {"epoch": done, "curve": job.curve.state_dict(), "optimizer": optimizer.state_dict()}
+        checkpoint.save(folder, done, state)
+        checkpoint.prune(folder, keep=())
+
+    table = job.out / "fit.csv"
+    rows = read_rows(table, FitRecord)[:done]
+    yield Step("fit", done, options.epochs)
+    schedule = Schedule(options.schedule)
+    records = fit_curve(
+        job.model,
+        job.curve,
+        job.loaders,
+        epochs=options.epochs,
+        first_epoch=done + 1,
+        optimizer=optimizer,
+        schedule=lambda epoch: options.lr * schedule.factor(epoch, options.epochs),
+        seed=options.seed,
+        autocast=job.autocast,
+        channels_last=job.execution.channels_last,
+        capture=job.captured,
+    )
+    saved, saved_at = done, time.monotonic()
+    try:
+        for record in records:
+            rows.append(record)
+            write_rows(table, FitRecord, rows)
+            done = record.epoch
+            if done == options.epochs or time.monotonic() - saved_at >= experiment.SAVE_SECONDS:
+                save()
+                saved, saved_at = done, time.monotonic()
+            yield Step("fit", done, options.epochs, f"loss {record.loss:.4g}")
+    except GeneratorExit:  # the caller stops here, between two epochs
+        if saved < done:
+            save()
+        raise
+    except FloatingPointError as error:
+        raise experiment.Diverged(f"{error} (now {options.lr}) and give another --out than {job.out}") from error
+
+
+def _measure(
+    stage: str,
+    table: Path,
+    kind: type[Any],
+    head: tuple[str, ...],
+    evaluator: Callable[[], Evaluator],
+    point: Callable[..., Weights],
+    places: Sequence[Place],
+) -> Iterator[Step]:
+    """Measure, in order, the places that the table does not hold yet; ``head`` is how rows of this stage begin."""
+    rows = read_rows(table, kind)
+    done = sum(astuple(row)[: len(head)] == head for row in rows)
+    yield Step(stage, done, len(places))
+    if done == len(places):
+        return
+    for measured in profile_points(evaluator(), point, places[done:]):
+        place, *scores = astuple(measured)
+        rows.append(kind(*head, *place, *scores))
+        write_rows(table, kind, rows)
+        done += 1
+        yield Step(stage, done, len(places), f"train loss {measured.train_loss:.4g}")
+
+
+def _place(job: _Job, places: Sequence[Place]) -> Plane:
+    """Save the bend, and write where it, the solutions and the curve lie in the plane through them."""
+    start, bend, end = job.curve.control_points()
+    checkpoint.save(job.out / "bend", job.options.epochs, {"epoch": job.options.epochs, "model": bend})
+    plane = Plane(start, end, bend)
+    corners = zip(("start", "end", "bend"), (0.0, 1.0, math.nan), plane.corners, strict=True)
+    rows = [Placed(name, t, *corner) for name, t, corner in corners]
+    with torch.no_grad():
+        rows += [Placed("curve", t, *plane.coordinates(job.curve.point(t))) for (t,) in places]
+    write_rows(job.out / "points.csv", Placed, rows)
+    return plane
+
+
+def _summarise(job: _Job) -> None:
+    """Write summary.json: what the tables say, and what made them."""
+    config = json.loads((job.out / "config.json").read_text())
+    summary: dict[str, Any] = {
+        "config": config,
+        "sessions": json.loads((job.out / "environment.json").read_text()),
+        "distance": (flatten(job.end) - flatten(job.start)).double().norm().item(),
+        "sparsity": [(flatten(w) == 0).double().mean().item() for w in (job.start, job.end)],
+        **{path: facts_of(profile) for path, profile in profiles(job.out).items()},
+    }
+    if job.options.fit:
+        epochs = read_rows(job.out / "fit.csv", FitRecord)
+        curve = [(row.x, row.y) for row in read_rows(job.out / "points.csv", Placed) if row.name == "curve"]
+        summary["length"] = sum(map(math.dist, curve, curve[1:]))
+        summary["fit"] = {"loss": epochs[-1].loss, "seconds": sum(record.seconds for record in epochs)}
+    if published := published_curve(config):
+        fit = {name: getattr(published, name) for name in ("length", "epochs", "lr", "momentum")}
+        summary["published"] = {**facts_of(published.profile), **fit}
+    write(job.out / "summary.json", summary)
+
+
+def _published_key(a: Recipe, b: Recipe) -> tuple[float, float, bool] | None:
+    """Return c and μ of the gRDA run, and whether the other one comes first; None unless the other is SGD."""
+    if {a.optimizer, b.optimizer} != {"grda", "sgd"}:
+        return None
+    grda = a if a.optimizer == "grda" else b
+    return grda.c, grda.mu, grda is b
+
+
+def _label(recipe: Recipe) -> str:
+    return "SGD" if recipe.optimizer == "sgd" else f"gRDA c={recipe.c:g} μ={recipe.mu:g}"
+
+
+def _digest(weights: Weights) -> str:
+    return hashlib.sha256(flatten(weights).cpu().numpy().tobytes()).hexdigest()

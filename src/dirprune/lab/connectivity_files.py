@@ -1,0 +1,168 @@
+"""The files of a connectivity job: its tables, what they say, the figures.
+
+A job is a directory of plain files. The same command takes it up where it was left; another one is refused.
+
+config.json         the two networks and every option
+environment.json    versions, hardware, commit and command of each session that worked here
+fit.csv             one epoch of the fit a row; its checkpoints are in checkpoints/
+bend/               the weights of the bend, as a checkpoint
+profile.csv         one point a row: path (curve or line), t, train and test loss and error
+plane.csv           one point a row: x, y, train and test loss and error
+points.csv          where in the plane the solutions, the bend and the curve lie
+summary.json        barriers, best points, endpoints, and all that is needed to repeat them
+figures/            the plane and the profile
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dirprune.connect import CurveProfile
+from dirprune.lab import connectivity_plots, plots
+from dirprune.lab.published import connect as published
+from dirprune.lab.published.connect import PublishedCurve
+from dirprune.lab.runs import RunExists
+from dirprune.lab.tables import read_rows
+from dirprune.landscape import Measurement
+
+_NAMES = ("run_a", "run_b")  # of directories, which may be moved: the weights say which networks they hold
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """A row of profile.csv: a point of a path, "curve" or "line"; errors in percent."""
+
+    path: str
+    t: float
+    train_loss: float
+    train_error: float
+    test_loss: float
+    test_error: float
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A row of plane.csv: a point of the plane."""
+
+    x: float
+    y: float
+    train_loss: float
+    train_error: float
+    test_loss: float
+    test_error: float
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A row of points.csv: where the "start", the "end", the "bend" (whose t is nan) or a point of the "curve" lies."""
+
+    name: str
+    t: float
+    x: float
+    y: float
+
+
+def claim(out: Path, config: dict[str, Any]) -> None:
+    """Make ``out`` this job's, or see that it is; what belongs to another job is not touched."""
+    path = out / "config.json"
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    if "weights_a" not in found:  # a training run has a config.json too
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise RunExists(f"{out} exists, is no job of `dirprune connect` and is not touched; give another --out")
+        out.mkdir(parents=True, exist_ok=True)
+        write(path, config)
+        return
+    wanted = json.loads(json.dumps(config))
+    other = [key for key in wanted if key not in _NAMES and found.get(key) != wanted[key]]
+    if other:
+        differences = ", ".join(f"{key}={found.get(key)!r} there and {wanted[key]!r} here" for key in other)
+        raise RunExists(f"{out} holds another job: {differences}. Give the same options, or another --out")
+
+
+def profiles(out: Path) -> dict[str, CurveProfile]:
+    """Return what was profiled: "curve" and "line", or "line" alone."""
+    rows = read_rows(out / "profile.csv", Profiled)
+    return {
+        path: CurveProfile(tuple(_measurement(row) for row in rows if row.path == path))
+        for path in dict.fromkeys(row.path for row in rows)
+    }
+
+
+def _measurement(row: Profiled) -> Measurement:
+    return Measurement((row.t,), row.train_loss, row.train_error, row.test_loss, row.test_error)
+
+
+def published_curve(config: dict[str, Any]) -> PublishedCurve | None:
+    """Return the published curve between such networks, in the direction of this job."""
+    if config["published"] is None:
+        return None
+    c, mu, starts_at_sgd = config["published"]
+    found = published.find(data=config["data"], model=config["model"], c=c, mu=mu)
+    return found.reversed() if found and starts_at_sgd else found
+
+
+def facts_of(profile: CurveProfile) -> dict[str, Any]:
+    """Return barriers, their places, the best point and the endpoints of a profile, as plain values."""
+
+    def at(point: Measurement) -> dict[str, Any]:
+        values = asdict(point)
+        return {"t": values.pop("place")[0], **values}
+
+    return {
+        "barrier": profile.barrier,
+        "highest": at(profile.highest),
+        "test_barrier": profile.test_barrier,
+        "highest_test": at(profile.highest_test),
+        "best": at(profile.best),
+        "start": at(profile.points[0]),
+        "end": at(profile.points[-1]),
+    }
+
+
+def draw(out: Path) -> None:
+    """Draw the figures of a finished job from its tables."""
+    config = json.loads((out / "config.json").read_text())
+    names = config["network_a"], config["network_b"]
+    theirs = published_curve(config)
+    figures = {"profile": connectivity_plots.profile(profiles(out), names, theirs.profile if theirs else None)}
+    if config["fit"]:
+        rows = [asdict(row) for row in read_rows(out / "plane.csv", Mapped)]
+        points = [(row.name, row.x, row.y) for row in read_rows(out / "points.csv", Placed)]
+        figures["plane"] = connectivity_plots.plane(rows, points, names)
+    for name, figure in figures.items():
+        for suffix in (".png", ".pdf"):
+            plots.save(figure, out / "figures" / f"{name}{suffix}")
+
+
+def report(out: Path) -> str:
+    """Return the barriers of a finished job as text, with the published ones beside them where there are any."""
+    summary = json.loads((out / "summary.json").read_text())
+    config = summary["config"]
+    lines = [
+        f"{config['model']} on {config['data']}: {config['network_a']} (t=0, epoch {config['epoch_a']}) to "
+        f"{config['network_b']} (t=1, epoch {config['epoch_b']})",
+        "                 train barrier at t=   test barrier at t=   test error % at 0, at 1, least at t=",
+    ]
+    titles = {"curve": "fitted curve", "line": "straight line", "published": "published"}
+    for facts, title in ((summary[path], title) for path, title in titles.items() if path in summary):
+        highest, highest_test, best = (facts[name] for name in ("highest", "highest_test", "best"))
+        start, end = (facts[name]["test_error"] for name in ("start", "end"))
+        lines.append(
+            f"{title:15} {facts['barrier']:15.2e} {highest['t']:5.3f} {facts['test_barrier']:14.2e} "
+            f"{highest_test['t']:5.3f} {start:19.2f} {end:5.2f} {best['test_error']:6.2f} {best['t']:5.3f}"
+        )
+    if "published" in summary:
+        fit = "{epochs} epochs, lr {lr}, momentum {momentum}".format_map
+        lines.append(f"Fitted for {fit(config)}; the published curve for {fit(summary['published'])}.")
+        lines.append("The published training loss was measured on augmented images, ours on plain ones.")
+    return "\n".join(lines)
+
+
+def write(path: Path, content: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)

@@ -1,0 +1,136 @@
+"""Figures of mode connectivity: the plane through two solutions and the bend, and the profiles between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+
+from dirprune.connect import CurveProfile
+from dirprune.lab import plots
+from dirprune.lab.plots import Array
+
+LEVELS = 15
+FLOOR = 1e-6
+"""What a logarithmic axis shows for 0."""
+CEILING = 10.0
+"""The highest level of loss that is told apart: far from the valley losses of 1e6 are common, and of no interest."""
+_LABELS = {
+    "train_loss": "train loss",
+    "train_error": "train error (%)",
+    "test_loss": "test loss",
+    "test_error": "test error (%)",
+}
+_PATHS = {"curve": ("fitted curve", 0, "-"), "line": ("straight line", 1, ":")}
+Point = tuple[str, float, float]
+"""What a point of the plane is ("start", "end", "bend" or "curve"), and its coordinates."""
+
+
+@plots.styled
+def profile(profiles: Mapping[str, CurveProfile], names: tuple[str, str], published: CurveProfile | None) -> Figure:
+    """Draw loss and error over t, on training and test data: the curve, the straight line, the published curve.
+
+    Args:
+        profiles: by path, "curve" and "line".
+        names: of the networks at t = 0 and t = 1.
+        published: the same curve as the authors found it, dashed.
+    """
+    figure, every = plots.panels(4)
+    for axes, (score, label) in zip(every, _LABELS.items(), strict=True):
+        for path, measured in profiles.items():
+            name, index, style = _PATHS[path]
+            axes.plot(*_over_t(measured, score), color=plots.colour(index), linestyle=style, label=name)
+        if published is not None:
+            plots.draw_published(axes, _over_t(published, score), label="published curve", index=0)
+        axes.set(xlabel=f"t  (0: {names[0]}, 1: {names[1]})", ylabel=label, xlim=(0, 1))
+        _scale(axes, np.concatenate([_over_t(measured, score)[1] for measured in profiles.values()]), score)
+    plots.add_legend(figure)
+    return figure
+
+
+@plots.styled
+def plane(rows: Sequence[Mapping[str, float]], points: Sequence[Point], names: tuple[str, str]) -> Figure:
+    """Draw train loss and test error as contours over the plane, with the solutions, the bend and the curve.
+
+    Args:
+        rows: x, y and the scores of a full grid.
+        points: see `Point`; the axes are distances from the start, in the units of the weights.
+        names: of the networks at the start and the end.
+    """
+    x, y = (np.unique([row[axis] for row in rows]) for axis in ("x", "y"))
+    # The panels of a plane that is wide and low stand on each other, the others side by side.
+    slope = float(np.ptp(y) / np.ptp(x))
+    columns = 2 if slope > 0.5 else 1
+    width = plots.PANEL[0] * 2 / columns
+    height = min(max((width - 1.1) * slope, 0.8), 1.5 * width) + 0.8
+    figure, every = plots.panels(2, columns=columns, size=(width, height))
+    for axes, score in zip(every, ("train_loss", "test_error"), strict=True):
+        by_place = {(row["x"], row["y"]): row[score] for row in rows}
+        values = np.array([[by_place[a, b] for a in x] for b in y])
+        _contours(axes, x, y, values, ceiling=CEILING if score == "train_loss" else 100.0)
+        _marks(axes, points, names)
+        axes.set(aspect="equal", title=_LABELS[score])
+        axes.set(xlabel="ℓ₂ distance along the line", ylabel="ℓ₂ distance from it")
+    plots.add_legend(figure)
+    return figure
+
+
+def _over_t(profile: CurveProfile, score: str) -> tuple[list[float], list[float]]:
+    """Return t and a score of every point."""
+    floor = FLOOR if score.endswith("loss") else 0.0
+    return [p.place[0] for p in profile.points], [max(getattr(p, score), floor) for p in profile.points]
+
+
+def _scale(axes: Axes, values: Array, score: str) -> None:
+    """Make y logarithmic where the values differ much; an error of 0 keeps its place."""
+    values = values[np.isfinite(values)]
+    if score.endswith("loss"):
+        axes.set_yscale("log" if values.max() > 10 * values.min() else "linear")
+        return
+    if values.max() > 20:
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_yticks([0, 1, 10, 100], ["0", "1", "10", "100"])
+    axes.set_ylim(0, max(1.1 * values.max(), 0.1))
+
+
+def _contours(axes: Axes, x: Array, y: Array, values: Array, ceiling: float) -> None:
+    """Draw filled contours on levels that grow by a constant factor up to ``ceiling``, and their colour bar."""
+    finite = values[np.isfinite(values)]
+    low = max(float(finite.min()), FLOOR)
+    high = max(min(float(finite.max()), ceiling), 1.1 * low)
+    shown = np.clip(np.nan_to_num(values, nan=np.inf, posinf=np.inf), low, 2 * high)
+    levels = np.geomspace(low, high, LEVELS + 1)
+    # Dark where the valley is; cividis looks the same to colour-blind readers and prints well in grey.
+    filled = axes.contourf(
+        x,
+        y,
+        shown,
+        levels=levels,
+        norm=LogNorm(low, high),
+        cmap="cividis",
+        extend="max" if shown.max() > high else "neither",
+    )
+    filled.set_edgecolor("face")  # or a PDF shows seams
+    axes.contour(x, y, shown, levels=levels[1:-1], colors="#FFFFFF", linewidths=0.3, alpha=0.6)
+    # An inset follows the axes, whose height the equal aspect decides.
+    bar = axes.figure.colorbar(filled, cax=axes.inset_axes((1.03, 0, 0.045, 1)))
+    bar.set_ticks(levels[::5].tolist(), labels=[f"{level:.2g}" for level in levels[::5]])
+    bar.ax.minorticks_off()
+    axes.grid(False)
+
+
+def _marks(axes: Axes, points: Sequence[Point], names: tuple[str, str]) -> None:
+    """Mark the solutions, the bend and the curve, with a dark rim that stands out on every colour."""
+    along = [(x, y) for name, x, y in points if name == "curve"]
+    rim = [withStroke(linewidth=3, foreground="#000000")]
+    axes.plot(*zip(*along, strict=True), color="#FFFFFF", linewidth=1.4, path_effects=rim, label="fitted curve")
+    style = {"start": ("o", names[0], 1), "end": ("s", names[1], 4), "bend": ("^", "bend", 5)}
+    for name, x, y in points:
+        if name in style:
+            marker, label, index = style[name]
+            face = plots.colour(index)
+            axes.plot([x], [y], marker, color=face, markeredgecolor="#000000", markersize=6, label=label, zorder=3)

@@ -1,0 +1,66 @@
+"""Figures of directional pruning in trained networks: shares of eigenspaces over epochs, and one-shot pruning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from dirprune.lab.plots import add_legend, colour, panels, styled
+from dirprune.lab.projection import ProjectionRow
+from dirprune.lab.published.projection import PublishedShares
+from dirprune.lab.scoring import ScoreRow
+
+GREY = "#707070"
+_OTHERS = {"magnitude": ("magnitude", "#000000", "s"), "brain-damage": ("optimal brain damage", GREY, "^")}
+
+
+@styled
+def projection_figure(rows: Sequence[ProjectionRow], published: Sequence[PublishedShares] = ()) -> Figure:
+    """Draw the share of gRDA's difference to SGD in the leading eigenspace over epochs, a colour a run.
+
+    Args:
+        rows: what `project` yields.
+        published: the authors' values for the same network and data, drawn lightly behind.
+    """
+    if not rows:
+        raise ValueError("rows is empty; there is nothing to draw before the first epoch is measured")
+    figure, [axes] = panels(1, size=(4.6, 3.0))
+    for curve in published:
+        label = f"published, μ = {curve.mu:g}"
+        axes.plot(curve.epochs, curve.shares, color="#B0B0B0", linewidth=0.8, marker=".", markersize=3, label=label)
+    for index, run in enumerate(dict.fromkeys(row.run for row in rows)):
+        own = [row for row in rows if row.run == run]
+        label = f"gRDA c = {own[0].c:g}, μ = {own[0].mu:g}"
+        axes.plot(
+            [r.epoch for r in own], [r.share for r in own], marker="o", markersize=3.5, color=colour(index), label=label
+        )
+        open_rows = [r for r in own if not r.converged]
+        axes.plot(
+            [r.epoch for r in open_rows], [r.share for r in open_rows], "o", markersize=3.5, color="white", zorder=3
+        )
+    axes.axhline(rows[0].random_level, linestyle="--", color=GREY, linewidth=1.0, label="a random direction")
+    axes.set(xlabel="epoch", ylabel="share of the difference, ‖PΔ‖ / ‖Δ‖", yscale="log")
+    add_legend(figure)
+    return figure
+
+
+@styled
+def score_figure(rows: Sequence[ScoreRow]) -> Figure:
+    """Draw training loss and test accuracy against sparsity, a line a method and number of eigenvectors."""
+    measured = [row for row in rows if not math.isnan(row.train_loss)]
+    if not measured:
+        raise ValueError("rows holds no measured row; there is nothing to draw")
+    figure, (loss, accuracy) = panels(2)
+    ks = sorted({row.k for row in measured if row.method == "directional"})
+    for method, k in dict.fromkeys((row.method, row.k) for row in measured):
+        own = [row for row in measured if (row.method, row.k) == (method, k)]
+        label, shade, marker = _OTHERS.get(method) or (f"directional, k = {k}", colour(ks.index(k)), "o")
+        x = [100 * row.sparsity for row in own]
+        loss.plot(x, [row.train_loss for row in own], marker=marker, markersize=3, color=shade, label=label)
+        accuracy.plot(x, [row.test_accuracy for row in own], marker=marker, markersize=3, color=shade)
+    loss.set(xlabel="sparsity (% of all parameters)", ylabel="training loss (plain data)", yscale="log")
+    accuracy.set(xlabel="sparsity (% of all parameters)", ylabel="test accuracy (%)")
+    add_legend(figure)
+    return figure

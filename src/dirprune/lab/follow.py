@@ -1,0 +1,204 @@
+"""Training before the user's eyes: progress, Ctrl-C, event files, and what to do next."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from dirprune.lab import checkpoint
+from dirprune.lab.console import INTERRUPTED, Interruption, bar, emit, is_terminal, say
+from dirprune.lab.experiment import conduct
+from dirprune.lab.loader import Batch, Loader
+from dirprune.lab.processes import Process, joined
+from dirprune.lab.runs import Run, load
+from dirprune.lab.train import EpochRecord
+
+
+def follow(
+    run: Run | Callable[[], Run],
+    *,
+    device: str,
+    root: Path | None = None,
+    save_every: int | None = None,
+    tensorboard: bool = False,
+    title: str = "",
+    quiet: bool = False,
+) -> None:
+    """Train a run to its end, or to Ctrl-C, showing how it goes.
+
+    Args:
+        run: the run, or what makes it (in the first process alone).
+        device: "cpu", "cuda" or "auto".
+        root: where the data are.
+        save_every: epochs between checkpoints.
+        tensorboard: also write event files into the run.
+        title: what the bar is called; the recipe's name if empty.
+        quiet: nothing but the bar.
+    """
+    with joined(device_of(device)) as (process, where):
+        first = process.is_first
+        found = _shared(run, process)
+        try:
+            _train(found, process, where, root, save_every, tensorboard and first, title, quiet)
+        except BaseException:
+            if first and not isinstance(run, Run) and not checkpoint.epochs(found.checkpoints):
+                shutil.rmtree(found.folder)  # it never began: the same command shall work once its cause is mended
+            raise
+
+
+def _train(
+    run: Run,
+    process: Process,
+    device: torch.device,
+    root: Path | None,
+    save_every: int | None,
+    tensorboard: bool,
+    title: str,
+    quiet: bool,
+) -> None:
+    first = process.is_first
+    interruption = Interruption()
+    message = "Stopping after this epoch; press Ctrl-C again to stop at once."
+    with interruption.listening(message), _bar(run, title, first) as watched, _board(run, tensorboard) as log:
+        records = conduct(
+            run,
+            device=device,
+            root=root,
+            process=process,
+            save_every=save_every,
+            watch=watched.around,
+            stopping=interruption,
+        )
+        try:
+            for record in records:
+                watched.note(record)
+                log(record)
+                if first and not quiet and not is_terminal():
+                    emit(record.to_dict())
+        except KeyboardInterrupt:
+            interruption.asked = True
+    if first:
+        _conclude(run, interruption.asked, quiet)
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device called ``name``, "auto" being the GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name!r} is not a device; give cpu, cuda or auto") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch finds no CUDA device here; give --device cpu")
+    return device
+
+
+@dataclass
+class _Watched:
+    """A loader whose batches move a bar; otherwise as it was."""
+
+    loader: Loader | None
+    advance: Callable[..., None]
+
+    def around(self, loader: Loader) -> Loader:
+        self.loader = loader
+        return self
+
+    def note(self, record: EpochRecord) -> None:
+        self.advance(0, note=f"accuracy {record.test_accuracy:.2f}%  sparsity {record.sparsity:.1%}")
+
+    @property
+    def examples(self) -> int:
+        return self._loader.examples
+
+    @property
+    def batch_size(self) -> int:
+        return self._loader.batch_size
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._loader)
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        total = len(self)
+        every = max(1, total // 20)
+        for number, batch in enumerate(self._loader.epoch(epoch), start=1):
+            yield batch
+            if number % every == 0:
+                self.advance(every / total)
+        self.advance(total % every / total)
+
+    @property
+    def _loader(self) -> Loader:
+        assert self.loader is not None
+        return self.loader
+
+
+@contextmanager
+def _bar(run: Run, title: str, show: bool) -> Iterator[_Watched]:
+    if not show:
+        yield _Watched(None, lambda *_, **__: None)
+        return
+    with bar(title or run.recipe.name, total=run.recipe.epochs, unit="epochs") as advance:
+        found = checkpoint.epochs(run.checkpoints)
+        advance(found[-1] if found else 0)
+        yield _Watched(None, advance)
+
+
+@contextmanager
+def _board(run: Run, wanted: bool) -> Iterator[Callable[[EpochRecord], None]]:
+    """Write TensorBoard event files, if wanted."""
+    if not wanted:
+        yield lambda record: None
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer: Any = SummaryWriter(str(run.folder / "tensorboard"))
+
+    def log(record: EpochRecord) -> None:
+        for name, value in record.to_dict().items():
+            if name != "epoch":
+                writer.add_scalar(name, value, record.epoch)
+        writer.flush()
+
+    try:
+        yield log
+    finally:
+        writer.close()
+
+
+def _shared(run: Run | Callable[[], Run], process: Process) -> Run:
+    """Make the run in the first process, and open it in the others."""
+    if isinstance(run, Run):
+        return run
+    made = run() if process.is_first else None
+    folder = process.tell(str(made.folder) if made else "")
+    return made or load(Path(folder))
+
+
+def _conclude(run: Run, interrupted: bool, quiet: bool) -> None:
+    records = run.records()
+    if interrupted:
+        saved = checkpoint.epochs(run.checkpoints)
+        say(f"Stopped; saved up to epoch {saved[-1] if saved else 0} of {run.recipe.epochs}. Go on with:")
+        say(f"    dirprune resume {run.folder}")
+        raise typer.Exit(INTERRUPTED)
+    if quiet or not records:
+        return
+    last = records[-1]
+    what = "validation" if run.recipe.validation else "test"
+    say(
+        f"{run.folder}: epoch {last.epoch} of {run.recipe.epochs}, {what} accuracy {last.test_accuracy:.2f}%, "
+        f"{last.sparsity:.2%} of all parameters are zero. Look at it with:"
+    )
+    say(f"    dirprune report {run.folder}")

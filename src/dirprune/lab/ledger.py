@@ -1,0 +1,163 @@
+"""The ledger: what has been run so far, as two tidy files that every new run extends.
+
+ledger.csv          one row a run: its recipe, where it departs from it, how far it came, what it ran on
+trajectories.csv    one row an epoch; ``run`` names its row of the ledger
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dirprune.lab import recipes, runs
+from dirprune.lab.recipes import Recipe
+from dirprune.lab.tables import read_rows, write_rows
+from dirprune.lab.train import EpochRecord
+
+# What a run may choose and still follow its recipe: the axes of the published tables, how the arithmetic is done, and
+# what no number depends on.
+CHOICES = {"name", "about", "optimizer", "c", "mu", "seed", "keep", "published", "cpu", "cuda"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the ledger; c and μ are empty for SGD, ``departs`` for a run that follows its recipe.
+
+    ``epochs`` is the configured length, on which the schedule depends. What differs between the sessions of a run is
+    joined by semicolons; ``command`` and ``started`` are the first one's.
+    """
+
+    run: str
+    recipe: str
+    optimizer: str
+    c: str
+    mu: str
+    seed: int
+    departs: str
+    epochs_done: int
+    epochs: int
+    complete: str
+    hardware: str
+    torch: str
+    commit: str
+    command: str
+    started: str
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What tells the epochs of one run from those of another."""
+
+    run: str
+    dataset: str
+    model: str
+    optimizer: str
+    c: str
+    mu: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Epoch(EpochRecord, Origin):
+    """A row of the trajectories: an epoch record after its origin, with six significant digits."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A run as the ledger knows it."""
+
+    entry: Entry
+    epochs: tuple[Epoch, ...]
+
+
+def departures(recipe: Recipe) -> str:
+    """Return where a configuration departs from the recipe it is named after; "" if nowhere.
+
+    >>> from dataclasses import replace
+    >>> departures(replace(recipes.get("vgg16-cifar10"), mu=0.7, seed=3))
+    ''
+    >>> departures(replace(recipes.get("vgg16-cifar10"), epochs=60))
+    'epochs=60'
+    """
+    original = recipes.get(recipe.name)
+    names = [field.name for field in fields(Recipe) if field.name not in CHOICES]
+    return " ".join(f"{n}={getattr(recipe, n)}" for n in names if getattr(recipe, n) != getattr(original, n))
+
+
+def collect(folders: Iterable[Path], results: Path) -> list[str]:
+    """Add run directories to the ledger in ``results``, and return the names of the runs it took.
+
+    A run is known by its recipe, optimizer, c, μ, seed and departures. Collected again it replaces its rows, unless the
+    ledger already holds more epochs of it: so collecting twice changes nothing, and a resumed run grows.
+    """
+    known = {trajectory.entry.run: trajectory for trajectory in read(results)}
+    taken = []
+    for folder in folders:
+        found = _trajectory(runs.load(folder))
+        name = found.entry.run
+        if name not in known or len(found.epochs) >= len(known[name].epochs):
+            known[name] = found
+            taken.append(name)
+    write_rows(results / "ledger.csv", Entry, [trajectory.entry for trajectory in known.values()])
+    every = [epoch for trajectory in known.values() for epoch in trajectory.epochs]
+    write_rows(results / "trajectories.csv", Epoch, every)
+    return taken
+
+
+def read(results: Path) -> list[Trajectory]:
+    """Return all runs of the ledger; none where there is no ledger yet."""
+    epochs: dict[str, list[Epoch]] = {}
+    for epoch in read_rows(results / "trajectories.csv", Epoch):
+        epochs.setdefault(epoch.run, []).append(epoch)
+    return [Trajectory(entry, tuple(epochs.get(entry.run, ()))) for entry in read_rows(results / "ledger.csv", Entry)]
+
+
+def _trajectory(run: runs.Run) -> Trajectory:
+    """Return a run directory as the ledger will know it."""
+    recipe, records = run.recipe, run.records()
+    grda = recipe.optimizer == "grda"
+    c, mu = (f"{recipe.c:g}", f"{recipe.mu:g}") if grda else ("", "")
+    method = f"grda-c{c}-mu{mu}" if grda else "sgd"
+    departs = departures(recipe)
+    name = f"{recipe.name}/{method}/seed{recipe.seed} {departs}".rstrip()
+    entry = Entry(
+        run=name,
+        recipe=recipe.name,
+        optimizer=recipe.optimizer,
+        c=c,
+        mu=mu,
+        seed=recipe.seed,
+        departs=departs,
+        epochs_done=len(records),
+        epochs=recipe.epochs,
+        complete="yes" if len(records) == recipe.epochs else "no",
+        **_circumstances(run),
+    )
+    origin = (name, recipe.data, recipe.model, recipe.optimizer, c, mu, recipe.seed)
+    return Trajectory(entry, tuple(Epoch(*origin, **_rounded(record)) for record in records))
+
+
+def _rounded(record: EpochRecord) -> dict[str, Any]:
+    return {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in record.to_dict().items()
+    }
+
+
+def _circumstances(run: runs.Run) -> dict[str, str]:
+    """Return on what, from which source and by which command a run was made."""
+    path = run.folder / "environment.json"
+    sessions: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+
+    def distinct(key: str) -> str:
+        return "; ".join(dict.fromkeys(str(session[key]) for session in sessions))
+
+    return {
+        "hardware": distinct("device"),
+        "torch": distinct("torch"),
+        "commit": distinct("commit"),
+        "command": sessions[0]["command"] if sessions else "",
+        "started": sessions[0]["time"] if sessions else "",
+    }

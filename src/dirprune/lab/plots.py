@@ -1,0 +1,291 @@
+"""Figures from numbers: every figure of the lab in one style, made of a few building blocks.
+
+Figures are plain `matplotlib.figure.Figure` objects and never pass through pyplot, so that no backend is chosen, no
+window opens and nothing global changes. `save` writes one; the suffix of the path chooses the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from numpy.typing import NDArray
+
+from dirprune.lab.train import EpochRecord
+from dirprune.zeros import LayerSparsity, SparsityReport
+
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+"""The colours of Okabe & Ito, which colour-blind readers can tell apart; without yellow, too faint for a line."""
+
+PANEL = (3.4, 2.5)
+"""Width and height of one panel in inches: two fill a printed page."""
+
+STYLE: dict[Any, Any] = {
+    "font.size": 8,
+    "axes.labelsize": 8,
+    "axes.titlesize": 8,
+    "legend.fontsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.5,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "lines.linewidth": 1.4,
+    "legend.frameon": False,
+    "savefig.dpi": 200,
+}
+styled = matplotlib.rc_context(STYLE)
+"""Decorates what draws. `save` has it too, because matplotlib makes the ticks as late as that."""
+
+_LINE_STYLES = ("-", ":", "-.")  # dashes are for published curves
+_TINTS = ("#FFFFFF", "#EEEEEE", "#D8D8D8", "#F3EBDB", "#E0EAF1")
+_LEGEND_CHARACTERS = 100  # that fit in a line of the legend of a figure two panels wide
+
+Array = NDArray[np.float64]
+Curve = tuple[Sequence[float] | Array, Sequence[float] | Array]
+"""The x and the y of a line."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A field of `EpochRecord` and how to draw it; an axis ``from_zero`` starts there, another shows what matters."""
+
+    field: str
+    label: str
+    scale: float = 1.0
+    log: bool = False
+    from_zero: bool = False
+
+
+TEST_ACCURACY = Quantity("test_accuracy", "test accuracy (%)")
+TRAIN_LOSS = Quantity("train_loss", "train loss", log=True)
+TEST_LOSS = Quantity("test_loss", "test loss", log=True)
+SPARSITY = Quantity("sparsity", "sparsity (% of all parameters)", scale=100, from_zero=True)
+
+Runs = Mapping[str, Sequence[Sequence[EpochRecord]]]
+"""For each setting, by its label, the records of each of its seeds."""
+
+
+@styled
+def save(figure: Figure, path: Path) -> Path:
+    """Write the figure to ``path``, in the format of its suffix (.png, .pdf, .svg), and return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+@styled
+def panels(count: int, *, columns: int = 2, size: tuple[float, float] = PANEL) -> tuple[Figure, list[Axes]]:
+    """Return a figure with ``count`` axes of ``size`` inches each, row by row."""
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(columns * size[0], rows * size[1]), layout="constrained")
+    return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(count)]
+
+
+def colour(index: int) -> str:
+    """Return the colour of the setting number ``index``; past the palette they begin again."""
+    return PALETTE[index % len(PALETTE)]
+
+
+def line_style(index: int) -> str:
+    """Return the line style of the setting number ``index``: another one each time the colours begin again."""
+    return _LINE_STYLES[index // len(PALETTE) % len(_LINE_STYLES)]
+
+
+def mean_and_std(curves: Sequence[Curve]) -> tuple[Array, Array, Array | None]:
+    """Return x, mean and standard deviation (n − 1 in the denominator) over curves, where all of them are known.
+
+    Returns:
+        The x that all curves have, in increasing order, the mean there, and the deviation; None for a single curve.
+
+    Example:
+        >>> x, mean, std = mean_and_std([([1, 2, 3], [1.0, 2.0, 3.0]), ([2, 3], [4.0, 3.0])])
+        >>> x.tolist(), mean.tolist(), std.round(3).tolist()
+        ([2.0, 3.0], [3.0, 3.0], [1.414, 0.0])
+    """
+    if not curves:
+        raise ValueError("curves is empty; give at least one (x, y)")
+    known = [dict(zip(map(float, x), map(float, y), strict=True)) for x, y in curves]
+    shared = sorted(set.intersection(*(set(curve) for curve in known)))
+    values = np.array([[curve[x] for x in shared] for curve in known], dtype=np.float64)
+    return np.array(shared), values.mean(axis=0), values.std(axis=0, ddof=1) if len(curves) > 1 else None
+
+
+@styled
+def draw_spread(axes: Axes, curves: Sequence[Curve], *, label: str, index: int = 0) -> None:
+    """Draw one setting: a thin line a seed, their mean, and a band of one standard deviation either side.
+
+    A single curve is drawn as it is, without a band: one run has no spread.
+
+    Args:
+        axes: where to draw.
+        curves: one a seed; the mean covers the x that all have, so an unfinished seed does not bend it.
+        label: of the setting, in the legend.
+        index: of the setting; decides colour and line style.
+    """
+    x, mean, std = mean_and_std(curves)
+    if std is not None:
+        for curve in curves:
+            axes.plot(*curve, color=colour(index), linewidth=0.5, alpha=0.5)
+        axes.fill_between(x, mean - std, mean + std, color=colour(index), alpha=0.18, linewidth=0)
+    # A single point makes no line.
+    marker = "o" if len(x) == 1 else ""
+    axes.plot(x, mean, color=colour(index), linestyle=line_style(index), marker=marker, markersize=3, label=label)
+
+
+@styled
+def draw_published(axes: Axes, curve: Curve, *, label: str, index: int = 0) -> None:
+    """Draw a published curve, dashed, in the colour of the setting ``index`` that it is to be compared with."""
+    axes.plot(*curve, color=colour(index), linestyle=(0, (4, 2)), linewidth=1.0, label=label)
+
+
+@styled
+def add_legend(figure: Figure) -> None:
+    """Put one legend above all panels, with each of their labels once."""
+    entries = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    longest = max(map(len, entries), default=0) + 8  # the sample of the line takes the room of some letters
+    room = _LEGEND_CHARACTERS * figure.get_figwidth() / (2 * PANEL[0])
+    columns = max(1, min(len(entries), int(room / longest)))
+    figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=columns)
+
+
+@styled
+def trajectories(runs: Runs, quantities: Sequence[Quantity]) -> Figure:
+    """Draw quantities over epochs, one panel each: a colour a setting, thin lines for seeds, mean ± std.
+
+    Args:
+        runs: label → seeds → records; seeds without a record are left out.
+        quantities: what to draw, e.g. ``(TEST_ACCURACY, SPARSITY)``.
+
+    Raises:
+        ValueError: there is no record at all.
+    """
+    started = {label: [seed for seed in seeds if seed] for label, seeds in runs.items()}
+    if not any(started.values()):
+        raise ValueError("runs holds no epoch; draw curves after the first one")
+    figure, every = panels(len(quantities))
+    for axes, quantity in zip(every, quantities, strict=True):
+        for index, (label, seeds) in enumerate(started.items()):
+            if seeds:
+                draw_spread(axes, [_curve(seed, quantity) for seed in seeds], label=label, index=index)
+        axes.set(xlabel="epoch", ylabel=quantity.label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        _fit(axes, quantity)
+    figure.align_ylabels()
+    add_legend(figure)
+    return figure
+
+
+def training_curves(runs: Runs) -> Figure:
+    """Draw test accuracy, sparsity, train loss and test loss over epochs; see `trajectories`."""
+    return trajectories(runs, (TEST_ACCURACY, SPARSITY, TRAIN_LOSS, TEST_LOSS))
+
+
+def accuracy_and_sparsity(runs: Runs) -> Figure:
+    """Draw test accuracy and sparsity over epochs, side by side; see `trajectories`."""
+    return trajectories(runs, (TEST_ACCURACY, SPARSITY))
+
+
+@styled
+def layerwise_sparsity(reports: Mapping[str, Sequence[SparsityReport]]) -> Figure:
+    """Draw the sparsity of every weight, in network order from the top: a bar a setting, the mean ± std of its seeds.
+
+    Weights are the tensors of two dimensions or more. Beside its name stands the kind of the layer, which also tints
+    its row.
+
+    Args:
+        reports: label → one `SparsityReport` a seed, all of one network.
+
+    Raises:
+        ValueError: there is no report or no weight, or the networks differ.
+    """
+    weights = {label: [[w for w in seed.layers if w.is_weight] for seed in seeds] for label, seeds in reports.items()}
+    layers = _shared_layers([seed for seeds in weights.values() for seed in seeds])
+    kinds = [kind(layer) for layer in layers]
+    row_height = max(0.145, 0.03 + 0.045 * len(weights))  # room for a name, and for a bar a setting
+    figure, [axes] = panels(1, size=(2 * PANEL[0], 0.9 + row_height * len(layers) + 0.17 * len(weights)))
+    rows = np.arange(len(layers), dtype=np.float64)
+    tints = {name: _TINTS[i % len(_TINTS)] for i, name in enumerate(dict.fromkeys(kinds))}
+    for row, name in enumerate(kinds):
+        axes.axhspan(row - 0.5, row + 0.5, color=tints[name], linewidth=0, zorder=0)
+    thickness = 0.8 / len(weights)
+    for index, (label, seeds) in enumerate(weights.items()):
+        fractions = [(rows, [100 * layer.fraction for layer in seed]) for seed in seeds]
+        _, mean, std = mean_and_std(fractions)
+        overall = np.mean([100 * report.weight_fraction for report in reports[label]])
+        axes.barh(
+            rows + (index - (len(weights) - 1) / 2) * thickness,
+            mean,
+            height=thickness,
+            xerr=std,
+            error_kw={"elinewidth": 0.6, "ecolor": "#404040"},
+            color=colour(index),
+            label=f"{label}: {overall:.1f} % of all weights",
+        )
+    names = [f"{layer.name.removesuffix('.weight')} · {name}" for layer, name in zip(layers, kinds, strict=True)]
+    axes.set_yticks(rows, names)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False, axis="y")
+    axes.set(xlabel="sparsity (%)", xlim=(0, 100), ylim=(len(layers) - 0.5, -0.5))
+    add_legend(figure)
+    return figure
+
+
+def kind(layer: LayerSparsity) -> str:
+    """Return what a weight belongs to, read off its shape: "linear", "conv 3×3", "conv 1×1", …"""
+    return "linear" if len(layer.shape) == 2 else "conv " + "×".join(map(str, layer.shape[2:]))
+
+
+def _curve(records: Sequence[EpochRecord], quantity: Quantity) -> Curve:
+    return [r.epoch for r in records], [quantity.scale * getattr(r, quantity.field) for r in records]
+
+
+def _fit(axes: Axes, quantity: Quantity) -> None:
+    """Set y's scale and limits by the lines: no band may stretch a log axis, nor the first epochs hide the others."""
+    lines = [np.asarray(line.get_xydata(), dtype=np.float64) for line in axes.get_lines()]
+    points = np.concatenate(lines)
+    points = points[np.isfinite(points).all(axis=1)]
+    if quantity.log:
+        points = points[points[:, 1] > 0]
+    elif not quantity.from_zero:
+        points = points[points[:, 0] > 0.05 * points[:, 0].max(initial=0)]
+    if not len(points):  # nothing that this axis could show
+        return
+    low, high = float(points[:, 1].min()), float(points[:, 1].max())
+    if quantity.log:
+        margin = max((high / low) ** 0.05, 1.05)
+        axes.set(yscale="log", ylim=(low / margin, high * margin))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,)))
+        axes.yaxis.set_major_formatter("{x:g}")  # 0.01, not 10⁻²
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        low = 0.0 if quantity.from_zero else low
+        margin = 0.05 * (high - low) or 1.0
+        axes.set_ylim(low - margin, high + margin)
+
+
+def _shared_layers(seeds: Sequence[Sequence[LayerSparsity]]) -> Sequence[LayerSparsity]:
+    """Return the layers of all these networks, which must be the same ones."""
+    if not seeds or not seeds[0]:
+        raise ValueError("reports holds no weight; give at least one report of a network with weights")
+    first = [layer.name for layer in seeds[0]]
+    for seed in seeds:
+        if [layer.name for layer in seed] != first:
+            raise ValueError("reports holds networks with different layers; draw one figure for each network")
+    return seeds[0]

@@ -1,0 +1,197 @@
+"""Where gRDA's difference to SGD points: its share in the leading eigenspace of the training Hessian, over epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dirprune.curvature import Eigenpairs
+from dirprune.direction import eigenspace_share
+from dirprune.lab import checkpoint
+from dirprune.lab.runs import Run, environment, weights_of
+from dirprune.lab.spectrum import Lanczos, Progress, Subject, leading_eigenpairs, subject
+from dirprune.lab.tables import read_rows, settle, write_rows
+from dirprune.weights import flatten, take
+
+_MINIBATCHES = ("data", "validation", "statistics", "augment", "batch_size", "seed")
+_TRAINING = ("model", "epochs", "lr", "schedule", "momentum", "nesterov", "weight_decay")
+
+
+@dataclass(frozen=True)
+class ProjectionRow:
+    """One gRDA run at one epoch.
+
+    Attributes:
+        share: ‖PΔ‖/‖Δ‖, Δ = w_gRDA − w_SGD, P the projection on the eigenvectors.
+        random_level: √(eigenvectors/d), the root mean square of the share of a random direction.
+        eigenvectors: how many were used: the wanted ones, less those whose eigenvalue is not positive.
+        norm_delta, norm_sgd, norm_grda: ‖Δ‖, ‖w_SGD‖, ‖w_gRDA‖.
+        products, residual: Hessian products spent, and the worst true residual relative to the greatest eigenvalue.
+        converged: whether all residuals are within the tolerance.
+        examples: of the training set, that the Hessian is a mean over.
+    """
+
+    epoch: int
+    run: str
+    c: float
+    mu: float
+    share: float
+    random_level: float
+    eigenvectors: int
+    norm_delta: float
+    norm_sgd: float
+    norm_grda: float
+    products: int
+    residual: float
+    converged: bool
+    examples: int
+
+
+@dataclass(frozen=True)
+class EigenvalueRow:
+    """One eigenvalue of the training Hessian at an SGD checkpoint, and its true residual ‖Hv − λv‖."""
+
+    epoch: int
+    index: int
+    eigenvalue: float
+    residual: float
+
+
+def project(
+    sgd: Run,
+    grdas: Sequence[Run],
+    out: Path,
+    *,
+    k: int = 10,
+    epochs: Iterable[int] | None = None,
+    lanczos: Lanczos | None = None,
+    device: torch.device,
+    root: Path | None = None,
+) -> Iterator[Progress | ProjectionRow]:
+    """Yield, with the progress between, one row for each epoch and gRDA run: the share of Δ in the top eigenspace.
+
+        ‖P(w_gRDA − w_SGD)‖ / ‖w_gRDA − w_SGD‖,    P = QQᵀ, Q the top k eigenvectors with λ > 0 of ∇²F(w_SGD)
+
+    Rows are kept in projection.csv in ``out``, the eigenvalues in eigenvalues.csv; what is there is not measured again.
+
+    Args:
+        sgd, grdas: runs with the same initial weights and minibatches.
+        out: where the tables go.
+        epochs: those to look at; by default all whose checkpoints every run has. At epoch 0 there is no difference.
+        lanczos: how the eigenpairs are computed.
+        device, root: where to compute, and where the data are.
+
+    Reference: §4.3 of the paper.
+    """
+    lanczos = lanczos or Lanczos()
+    check_comparable(sgd, grdas)
+    chosen = _choose_epochs([sgd, *grdas], epochs)
+    settle(out, {"sgd": sgd.folder.name, "k": k, **asdict(lanczos)}, environment(device))
+    rows = read_rows(out / "projection.csv", ProjectionRow)
+    spectrum = read_rows(out / "eigenvalues.csv", EigenvalueRow)
+    bench: Subject | None = None
+    for epoch in chosen:
+        done = {row.run: row for row in rows if row.epoch == epoch}
+        missing = [run for run in grdas if run.folder.name not in done]
+        if missing:
+            bench = bench or subject(sgd.recipe, lanczos, device=device, root=root)
+            bench.load(weights_of(sgd, epoch)[1])
+            pairs, goal = yield from leading_eigenpairs(bench.hessian, k, lanczos, what=f"epoch {epoch}")
+            for run in missing:
+                done[run.folder.name] = _measure(run, epoch, bench, pairs, goal)
+            spectrum = [r for r in spectrum if r.epoch != epoch] + _eigenvalues(epoch, pairs)
+            write_rows(out / "eigenvalues.csv", EigenvalueRow, sorted(spectrum, key=lambda r: (r.epoch, r.index)))
+            rows = [r for r in rows if r.epoch != epoch] + list(done.values())
+            write_rows(out / "projection.csv", ProjectionRow, sorted(rows, key=lambda r: (r.epoch, r.run)))
+        yield from (done[run.folder.name] for run in grdas)
+
+
+def check_comparable(sgd: Run, grdas: Sequence[Run]) -> None:
+    """Refuse runs whose difference is not gRDA's doing: their initial weights and minibatches must be the same.
+
+    The weights at epoch 0 are compared bit for bit where both checkpoints were kept; otherwise the seeds must vouch.
+    """
+    if not grdas:
+        raise ValueError("grdas is empty; name at least one gRDA run beside the SGD run")
+    names = [run.folder.name for run in grdas]
+    if len(set(names)) < len(names):
+        raise ValueError(f"grdas has two runs of one name ({', '.join(names)}): their rows could not be told apart")
+    if sgd.recipe.optimizer != "sgd":
+        raise ValueError(f"{sgd.folder} was trained with {sgd.recipe.optimizer}; the first run must be the SGD run")
+    for run in grdas:
+        if run.recipe.optimizer != "grda":
+            raise ValueError(f"{run.folder} was trained with {run.recipe.optimizer}; only the first run is SGD's")
+        for name in (*_MINIBATCHES, *_TRAINING):
+            ours, theirs = getattr(sgd.recipe, name), getattr(run.recipe, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"{name} is {ours} in {sgd.folder} and {theirs} in {run.folder}: they do not share initial weights "
+                    "and minibatches; train both with the same values"
+                )
+        if all(0 in checkpoint.epochs(r.checkpoints) for r in (sgd, run)):
+            _check_same_start(weights_of(sgd, 0)[1], weights_of(run, 0)[1], sgd, run)
+
+
+def _check_same_start(a: Mapping[str, Tensor], b: Mapping[str, Tensor], sgd: Run, run: Run) -> None:
+    differing = [name for name in a if name not in b or not torch.equal(a[name], b[name])]
+    if differing or a.keys() != b.keys():
+        raise ValueError(
+            f"the initial weights of {sgd.folder} and {run.folder} differ ({', '.join(differing[:3]) or 'in names'}); "
+            "train both from the same weights, on one kind of machine"
+        )
+
+
+def _choose_epochs(runs: Sequence[Run], wanted: Iterable[int] | None) -> list[int]:
+    saved = [set(checkpoint.epochs(run.checkpoints)) for run in runs]
+    common = sorted(set.intersection(*saved) - {0})
+    if not common:
+        raise ValueError(
+            f"{', '.join(str(run.folder) for run in runs)} have no epoch in common among their checkpoints; "
+            "train them with the same --keep"
+        )
+    if wanted is None:
+        return common
+    chosen = sorted(set(wanted))
+    if lacking := [epoch for epoch in chosen if epoch not in common]:
+        raise ValueError(f"epochs={lacking}: not all runs have these checkpoints; they share {common}")
+    return chosen
+
+
+def _measure(run: Run, epoch: int, bench: Subject, pairs: Eigenpairs, goal: float) -> ProjectionRow:
+    positive = pairs.vectors[:, pairs.values > 0]
+    w_sgd = flatten(take(bench.model))
+    w_grda = flatten(parameters_of(bench.model, weights_of(run, epoch)[1])).to(w_sgd)
+    delta = w_grda - w_sgd
+    share, level = eigenspace_share(delta, positive)
+    worst = float(pairs.residuals.max())
+    return ProjectionRow(
+        epoch=epoch,
+        run=run.folder.name,
+        c=run.recipe.c,
+        mu=run.recipe.mu,
+        share=share,
+        random_level=level,
+        eigenvectors=positive.shape[1],
+        norm_delta=float(delta.double().norm()),
+        norm_sgd=float(w_sgd.double().norm()),
+        norm_grda=float(w_grda.double().norm()),
+        products=pairs.iterations,
+        residual=worst / float(pairs.values.abs().max()),
+        converged=worst <= goal,
+        examples=bench.curved.examples,
+    )
+
+
+def parameters_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the parameters in a model state, in the model's order and without the buffers."""
+    return {name: state[name] for name, _ in model.named_parameters()}
+
+
+def _eigenvalues(epoch: int, pairs: Eigenpairs) -> list[EigenvalueRow]:
+    found = zip(pairs.values.tolist(), pairs.residuals.tolist(), strict=True)
+    return [EigenvalueRow(epoch, i, value, residual) for i, (value, residual) in enumerate(found, start=1)]

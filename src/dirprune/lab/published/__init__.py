@@ -1,0 +1,174 @@
+"""The numbers that the authors published, as shipped beside this file; README.md says where they come from.
+
+Accuracies and sparsity are in percent. Metrics have the names of `dirprune.lab.train.EpochRecord`.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+
+EXPERIMENTS = ("vgg16-cifar10", "wrn28x10-cifar10", "wrn28x10-cifar100")
+"""The experiments of the paper's three CIFAR tables, by the name of their recipe."""
+
+METRICS = ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "sparsity")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of a published table: an experiment under one optimizer; SGD has neither c nor μ."""
+
+    experiment: str
+    optimizer: str
+    c: float | None = None
+    mu: float | None = None
+
+    def __str__(self) -> str:
+        return "SGD" if self.optimizer == "sgd" else f"gRDA μ={self.mu:g}"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and a standard deviation over ``n`` runs."""
+
+    mean: float
+    std: float
+    n: int
+
+
+@dataclass(frozen=True)
+class PublishedCell:
+    """One number of a table.
+
+    ``paper`` is as printed: a population std over the runs the authors used. ``every`` and ``comparable`` are
+    recomputed from their logs with the sample std: over every run, and over those that did not diverge and measured as
+    ours do.
+    ``epoch`` is the epoch that the number belongs to, ``printed_epoch`` the head of its column.
+    """
+
+    setting: Setting
+    printed_epoch: int
+    epoch: int
+    metric: str
+    paper: Estimate
+    every: Estimate
+    comparable: Estimate
+
+
+@dataclass(frozen=True)
+class Band:
+    """A metric over epochs: its mean, std and range over the comparable runs of a setting."""
+
+    epochs: tuple[int, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class NormRatio:
+    """‖w‖₂/‖w‖₁ over the epochs of one run (Figure 2), and the number of parameters d in its bound d^-½."""
+
+    setting: Setting
+    parameters: int
+    epochs: tuple[int, ...]
+    ratios: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A row of the paper's table on wall time and memory: milliseconds an iteration, and the peak of the first GPU."""
+
+    model: str
+    batch_size: int
+    optimizer: str
+    ms: float
+    peak_mib: float
+    hardware: str
+
+
+def cells() -> list[PublishedCell]:
+    """Return the 450 cells of the three CIFAR tables.
+
+    >>> [cell] = [c for c in cells() if str(c.setting) == "gRDA μ=0.6" and c.setting.experiment == "vgg16-cifar10"
+    ...           and c.metric == "sparsity" and c.epoch == 200]
+    >>> cell.paper.mean, cell.paper.std
+    (79.6367, 0.2028)
+    """
+    return [
+        PublishedCell(
+            setting=_setting(row["experiment"], row),
+            printed_epoch=int(row["printed_epoch"]),
+            epoch=int(row["epoch"]),
+            metric=row["metric"],
+            paper=_estimate("paper", row),
+            every=_estimate("every", row),
+            comparable=_estimate("comparable", row),
+        )
+        for row in _rows("cells.csv")
+    ]
+
+
+def settings(experiment: str) -> list[Setting]:
+    """Return the settings of an experiment in the order of its table."""
+    return list(dict.fromkeys(cell.setting for cell in cells() if cell.setting.experiment == experiment))
+
+
+def bands(experiment: str) -> dict[tuple[Setting, str], Band]:
+    """Return the bands of an experiment by setting and metric; every epoch up to 20, then every fifth."""
+    if experiment not in EXPERIMENTS:
+        raise ValueError(f"experiment={experiment!r} was not published; take one of {', '.join(EXPERIMENTS)}")
+    groups: dict[tuple[Setting, str], list[dict[str, str]]] = {}
+    for row in _rows(f"bands_{experiment}.csv"):
+        groups.setdefault((_setting(experiment, row), row["metric"]), []).append(row)
+    return {
+        key: Band(
+            tuple(int(row["epoch"]) for row in rows),
+            *(tuple(float(row[column]) for row in rows) for column in ("mean", "std", "min", "max")),
+        )
+        for key, rows in groups.items()
+    }
+
+
+def norm_ratios() -> list[NormRatio]:
+    """Return the curves of Figure 2."""
+    groups: dict[tuple[Setting, int], list[dict[str, str]]] = {}
+    for row in _rows("norm_ratios.csv"):
+        groups.setdefault((_setting(row["experiment"], row), int(row["parameters"])), []).append(row)
+    return [
+        NormRatio(*key, tuple(int(row["epoch"]) for row in rows), tuple(float(row["ratio"]) for row in rows))
+        for key, rows in groups.items()
+    ]
+
+
+def costs() -> list[Cost]:
+    """Return the table on wall time and memory."""
+    return [
+        Cost(
+            row["model"],
+            int(row["batch_size"]),
+            row["optimizer"],
+            float(row["ms"]),
+            float(row["peak_mib"]),
+            row["hardware"],
+        )
+        for row in _rows("costs.csv")
+    ]
+
+
+def _rows(name: str) -> Iterator[dict[str, str]]:
+    with resources.files(__name__).joinpath(name).open(encoding="utf-8") as file:
+        yield from csv.DictReader(file)
+
+
+def _setting(experiment: str, row: dict[str, str]) -> Setting:
+    if row["optimizer"] == "sgd":
+        return Setting(experiment, "sgd")
+    return Setting(experiment, row["optimizer"], float(row["c"]), float(row["mu"]))
+
+
+def _estimate(kind: str, row: dict[str, str]) -> Estimate:
+    return Estimate(float(row[f"{kind}_mean"]), float(row[f"{kind}_std"]), int(row[f"{kind}_n"]))

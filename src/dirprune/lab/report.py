@@ -1,0 +1,313 @@
+"""Runs side by side: those that differ only in the seed become one row of a table and one colour of the figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from dirprune import SparsityReport, sparsity
+from dirprune.lab import checkpoint, models, plots, runs
+from dirprune.lab.execution import Execution
+from dirprune.lab.recipes import Recipe
+from dirprune.lab.runs import Run
+from dirprune.lab.schedules import Schedule
+from dirprune.lab.train import EpochRecord
+
+_NAMELESS = {"seed", "about", "keep", "published"}  # they do not change what a setting is
+_TOLD = {"name", "optimizer", "c", "mu"}  # every description tells them anyway
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and standard deviation (n − 1 in the denominator) over seeds; one seed has no deviation."""
+
+    mean: float
+    std: float | None
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        mean = sum(values) / len(values)
+        if len(values) == 1:
+            return Spread(mean, None)
+        return Spread(mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1)))
+
+    def text(self, digits: int, scale: float = 1.0) -> str:
+        """Return "98.61 ± 0.48", or "98.61" for one seed."""
+        mean = f"{scale * self.mean:.{digits}f}"
+        return mean if self.std is None else f"{mean} ± {scale * self.std:.{digits}f}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting over its seeds, at the last epoch that every seed with an epoch has finished.
+
+    ``test_accuracy`` is in percent, the sparsities are fractions; ``epoch_seconds`` is the median time to train an
+    epoch (the first may compile), ``total_seconds`` all training and testing so far, both means over seeds. What is
+    not known before the first epoch is None; so are c and μ of SGD.
+    """
+
+    recipe: str
+    setting: str
+    optimizer: str
+    c: float | None
+    mu: float | None
+    epoch: int
+    epochs: int
+    seeds: tuple[int, ...]
+    test_accuracy: Spread | None = None
+    test_loss: Spread | None = None
+    sparsity: Spread | None = None
+    weight_sparsity: Spread | None = None
+    epoch_seconds: float | None = None
+    total_seconds: float | None = None
+
+    def cells(self) -> dict[str, str]:
+        """Return the row as text by column, ready to print."""
+        return {
+            "recipe": self.recipe,
+            "setting": self.setting,
+            "epochs": f"{self.epoch}/{self.epochs}",
+            "seeds": str(len(self.seeds)),
+            "test accuracy (%)": self.test_accuracy.text(2) if self.test_accuracy else "–",
+            "test loss": self.test_loss.text(4) if self.test_loss else "–",
+            "sparsity (%)": self.sparsity.text(2, scale=100) if self.sparsity else "–",
+            "weight sparsity (%)": self.weight_sparsity.text(2, scale=100) if self.weight_sparsity else "–",
+            "s/epoch": "–" if self.epoch_seconds is None else f"{self.epoch_seconds:.3g}",
+            "total": "–" if self.total_seconds is None else duration(self.total_seconds),
+        }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only in the seed, and the records of each."""
+
+    setting: str
+    label: str
+    runs: tuple[Run, ...]
+    records: tuple[tuple[EpochRecord, ...], ...]
+
+    @property
+    def row(self) -> Row:
+        recipe = self.runs[0].recipe
+        thresholds = recipe.optimizer == "grda"
+        started = [(run, records) for run, records in zip(self.runs, self.records, strict=True) if records]
+        row = Row(
+            recipe=recipe.name,
+            setting=self.setting,
+            optimizer=recipe.optimizer,
+            c=recipe.c if thresholds else None,
+            mu=recipe.mu if thresholds else None,
+            epoch=min((len(records) for _, records in started), default=0),
+            epochs=recipe.epochs,
+            seeds=tuple(run.recipe.seed for run, _ in started),
+        )
+        if not started:
+            return row
+        last = [records[row.epoch - 1] for _, records in started]
+        return replace(
+            row,
+            test_accuracy=Spread.of([record.test_accuracy for record in last]),
+            test_loss=Spread.of([record.test_loss for record in last]),
+            sparsity=Spread.of([record.sparsity for record in last]),
+            weight_sparsity=Spread.of([record.weight_sparsity for record in last]),
+            epoch_seconds=Spread.of([median([r.train_seconds for r in records]) for _, records in started]).mean,
+            total_seconds=Spread.of([sum(r.train_seconds + r.test_seconds for r in rs) for _, rs in started]).mean,
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """Settings side by side; ``notes`` say what a reader of the table has to know besides."""
+
+    groups: tuple[Group, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [group.row for group in self.groups]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rows and notes as plain values that JSON can hold: what is not finite becomes None."""
+        rows = [
+            {**asdict(group.row), "label": group.label, "runs": [str(run.folder) for run in group.runs]}
+            for group in self.groups
+        ]
+        plain: dict[str, Any] = _finite({"rows": rows, "notes": self.notes})
+        return plain
+
+
+def report(folders: Sequence[Path]) -> Report:
+    """Read runs, whatever their recipes and however far they are, and group those that differ only in the seed.
+
+    Args:
+        folders: run directories; one that is given twice counts once.
+
+    Raises:
+        FileNotFoundError: one of them is not a run.
+        ValueError: there are none, or a file of a run cannot be read.
+    """
+    if not folders:
+        raise ValueError("folders is empty; name at least one run directory, as made by `dirprune train`")
+    found = [runs.load(folder) for folder in {folder.resolve(): folder for folder in folders}.values()]
+    by_setting: dict[Recipe, list[Run]] = {}
+    for run in found:
+        by_setting.setdefault(_without_seed(run.recipe), []).append(run)
+    texts = settings(list(by_setting))
+    several = len({recipe.name for recipe in by_setting}) > 1
+    groups = []
+    for text, (recipe, members) in zip(texts, by_setting.items(), strict=True):
+        members.sort(key=lambda run: run.recipe.seed)
+        label = f"{recipe.name}: {text}" if several else text
+        groups.append(Group(text, label, tuple(members), tuple(tuple(run.records()) for run in members)))
+    return Report(tuple(groups), tuple(note for group in groups for note in _notes(group)))
+
+
+def draw(report: Report, out: Path | None = None) -> list[Path]:
+    """Write the figures of a report and return their paths: curves.png, and layers.png or one for each network.
+
+    Args:
+        report: what to draw; without a finished epoch there is nothing to draw, and no path.
+        out: the folder to write to; for a single run, by default, its own ``figures``.
+    """
+    members = [run for group in report.groups for run in group.runs]
+    if out is None and len(members) > 1:
+        raise ValueError(f"out=None does not say where the figures of {len(members)} runs go; give a folder (--out)")
+    out = out or members[0].figures
+    paths = []
+    curves = {group.label: group.records for group in report.groups}
+    if any(records for group in report.groups for records in group.records):
+        paths.append(plots.save(plots.training_curves(curves), out / "curves.png"))
+    networks = layers(report)
+    for network, reports in networks.items():
+        file = "layers.png" if len(networks) == 1 else f"layers-{_file_name(network)}.png"
+        paths.append(plots.save(plots.layerwise_sparsity(reports), out / file))
+    return paths
+
+
+def layers(report: Report) -> dict[str, dict[str, list[SparsityReport]]]:
+    """Return network → label with the epoch → one `SparsityReport` a seed, from the newest checkpoints.
+
+    A run whose only checkpoint is that of its initial weights is left out: nothing is pruned there yet.
+    """
+    networks: dict[str, dict[str, list[SparsityReport]]] = {}
+    for group in report.groups:
+        counted = [layerwise(run) for run in group.runs if any(checkpoint.epochs(run.checkpoints))]
+        if not counted:
+            continue
+        epochs = sorted({epoch for epoch, _ in counted})
+        when = f"epoch {epochs[0]}" if len(epochs) == 1 else f"epochs {epochs[0]}–{epochs[-1]}"
+        labels = networks.setdefault(group.runs[0].recipe.model, {})
+        labels[f"{group.label}, {when}"] = [zeros for _, zeros in counted]
+    return networks
+
+
+def layerwise(run: Run) -> tuple[int, SparsityReport]:
+    """Return (epoch, sparsity) of the newest checkpoint of a run, counted over its parameters, not its buffers."""
+    epoch, state = runs.weights_of(run)
+    names = _parameter_names(run.recipe.model)
+    if missing := [name for name in names if name not in state]:
+        raise ValueError(
+            f"model={run.recipe.model!r} has {missing[0]}, which the checkpoint of {run.folder} does not; "
+            "report it with the code that trained it"
+        )
+    return epoch, sparsity({name: state[name] for name in names})
+
+
+@lru_cache
+def _parameter_names(model: str) -> tuple[str, ...]:
+    """Return the names that are parameters among those of the model's state.
+
+    Built on the CPU because users' own models may compute with their tensors as they are built, which the meta device
+    refuses; the number of classes changes shapes, never names.
+    """
+    with torch.random.fork_rng(devices=[]):
+        return tuple(name for name, _ in models.build(model, classes=10).named_parameters())
+
+
+def settings(recipes: Sequence[Recipe]) -> list[str]:
+    """Return the shortest descriptions that tell recipes of one name apart, beginning with the optimizer's.
+
+    Example:
+        >>> from dirprune.lab.recipes import get
+        >>> sparse = replace(get("digits"), c=0.01, mu=0.7)
+        >>> dense = replace(sparse, optimizer="sgd")
+        >>> settings([dense, sparse]), settings([dense, replace(dense, lr=0.2)])
+        (['SGD', 'gRDA c=0.01 μ=0.7'], ['SGD, lr=0.1', 'SGD, lr=0.2'])
+    """
+    texts = ["SGD" if r.optimizer == "sgd" else f"gRDA c={r.c} μ={r.mu}" for r in recipes]
+
+    def told_apart() -> int:
+        return len({(recipe.name, text) for recipe, text in zip(recipes, texts, strict=True)})
+
+    for field in (f.name for f in fields(Recipe) if f.name not in _NAMELESS | _TOLD):
+        before, known = texts, told_apart()
+        if known == len(recipes):
+            break
+        texts = [f"{text}, {field}={_show(getattr(r, field))}" for text, r in zip(texts, recipes, strict=True)]
+        if told_apart() == known:
+            texts = before
+    return texts
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people say it.
+
+    >>> duration(4.21), duration(95), duration(7500)
+    ('4.2 s', '1 min 35 s', '2 h 5 min')
+    """
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _without_seed(recipe: Recipe) -> Recipe:
+    """Return the recipe without its seed and what does not change the numbers, so that equal ones belong together."""
+    plain = replace(recipe, seed=0, about="", keep=(), published=())
+    return replace(plain, c=0.0, mu=1.0, exempt=()) if recipe.optimizer == "sgd" else plain
+
+
+def _notes(group: Group) -> list[str]:
+    """Return what the row of a group does not say."""
+    recipe, row, notes = group.runs[0].recipe, group.row, []
+    for run, records in zip(group.runs, group.records, strict=True):
+        if not records:
+            notes.append(f"{run.folder} has no finished epoch yet and is left out")
+        elif len(records) < recipe.epochs:
+            notes.append(f"{run.folder} has {len(records)} of {recipe.epochs} epochs; `dirprune resume {run.folder}`")
+    if any(len(records) > row.epoch for records in group.records) and row.epoch:
+        notes.append(f"{group.label}: its seeds are compared at epoch {row.epoch}, the last that all of them have")
+    if repeated := sorted({seed for seed in row.seeds if row.seeds.count(seed) > 1}):
+        seeds = ", ".join(map(str, repeated))
+        notes.append(f"{group.label}: seed {seeds} occurs more than once, so ± is not that of independent runs")
+    if recipe.validation:
+        notes.append(f"{group.label}: accuracy and loss are those of the {recipe.validation:.0%} held out of train")
+    return notes
+
+
+def _show(value: Any) -> str:
+    """Return a recipe's value as a label shows it: of a schedule or an execution, the kind and what is set."""
+    if isinstance(value, (Schedule, Execution)):
+        return "/".join(name if part is True else _show(part) for name, part in asdict(value).items() if part)
+    return ("+".join(map(str, value)) if isinstance(value, tuple) else str(value)) or "none"
+
+
+def _finite(value: Any) -> Any:
+    """Return a nested value with lists for tuples and None for numbers that JSON has no name for."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _file_name(model: str) -> str:
+    """Return the name of a model with nothing a path could trip over."""
+    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in model)

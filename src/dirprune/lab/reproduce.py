@@ -1,0 +1,197 @@
+"""Our runs beside the published ones, cell by cell.
+
+A run counts if it follows its recipe in everything (`ledger.departures`): the published schedule depends on the total
+length, so that the first 60 of 600 epochs are not those of a run of 60. An unfinished run counts as far as it came.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dirprune.lab import ledger, published
+from dirprune.lab.ledger import Trajectory
+from dirprune.lab.published import Estimate, PublishedCell, Setting
+from dirprune.lab.train import EpochRecord
+
+SURPRISING = 0.001
+"""Cells whose `Cell.chance` is below this are worth an explanation."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A published number, and what our runs of its setting measured: one value a seed, none while it is missing."""
+
+    published: PublishedCell
+    ours: tuple[float, ...] = ()
+
+    @property
+    def missing(self) -> bool:
+        return not self.ours
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.ours) if self.ours else math.nan
+
+    @property
+    def deviation(self) -> float | None:
+        """How far our mean lies from the printed one, in printed stds."""
+        return deviation(self.mean, self.published.paper)
+
+    @property
+    def honest_deviation(self) -> float | None:
+        """The same against the authors' runs that measured as ours do, in sample stds."""
+        return deviation(self.mean, self.published.comparable)
+
+    @property
+    def chance(self) -> float | None:
+        """How often runs like the authors' would lie as far from their comparable mean as ours."""
+        return None if self.missing else chance(self.mean, len(self.ours), self.published.comparable)
+
+
+def deviation(mean: float, estimate: Estimate) -> float | None:
+    """Return (mean − estimate.mean)/estimate.std; None without a number, or where all runs printed the same digits.
+
+    >>> deviation(79.43, Estimate(79.63, 0.2, 9))
+    -1.0
+    """
+    if math.isnan(mean) or estimate.std == 0:
+        return None
+    return round((mean - estimate.mean) / estimate.std, 9)
+
+
+def chance(mean: float, n: int, estimate: Estimate) -> float | None:
+    """Return the two-sided p of a mean of ``n`` runs under the distribution that an estimate comes from.
+
+        t = (mean − m)/(s·√(1/n + 1/N)),   Student with N−1 degrees of freedom
+
+    for the estimate's mean m, sample std s and number of runs N. None where s is 0.
+    """
+    from scipy.stats import t as student
+
+    if estimate.std == 0:
+        return None
+    t = (mean - estimate.mean) / (estimate.std * math.sqrt(1 / n + 1 / estimate.n))
+    return float(2 * student.sf(abs(t), estimate.n - 1))
+
+
+def compare(results: Path) -> list[Cell]:
+    """Return every cell of the published CIFAR tables with what our runs say of it."""
+    groups = reproductions(ledger.read(results))
+    by_setting = {
+        setting: [{epoch.epoch: epoch for epoch in run.epochs} for run in runs] for setting, runs in groups.items()
+    }
+    return [
+        Cell(
+            cell,
+            tuple(
+                value(epochs[cell.epoch], cell.metric)
+                for epochs in by_setting.get(cell.setting, [])
+                if cell.epoch in epochs
+            ),
+        )
+        for cell in published.cells()
+    ]
+
+
+def reproductions(runs: Iterable[Trajectory]) -> dict[Setting, list[Trajectory]]:
+    """Return the begun runs that follow a published recipe, by setting; the settings need not all be published."""
+    groups: dict[Setting, list[Trajectory]] = {}
+    for run in runs:
+        if run.epochs and not run.entry.departs and run.entry.recipe in published.EXPERIMENTS:
+            groups.setdefault(setting_of(run), []).append(run)
+    return groups
+
+
+def setting_of(run: Trajectory) -> Setting:
+    entry = run.entry
+    if entry.optimizer == "sgd":
+        return Setting(entry.recipe, "sgd")
+    return Setting(entry.recipe, entry.optimizer, float(entry.c), float(entry.mu))
+
+
+def value(record: EpochRecord, metric: str) -> float:
+    """Return a metric of an epoch in the unit of the published tables: sparsity in percent."""
+    number = float(getattr(record, metric))
+    return 100 * number if metric == "sparsity" else number
+
+
+def text(cells: list[Cell]) -> str:
+    """Return what `dirprune reproduce` prints: the cells we have, what they come to, and what is missing."""
+    lines = []
+    for setting, group in by_setting(cells).items():
+        if have := [cell for cell in group if not cell.missing]:
+            lines += ["", f"{setting.experiment}, {setting}", _HEAD, *(_line(cell) for cell in have)]
+    lines += ["", summary(cells), *(f"missing: {line}" for line in missing(cells))]
+    return "\n".join(lines).lstrip("\n")
+
+
+def by_setting(cells: Iterable[Cell]) -> dict[Setting, list[Cell]]:
+    groups: dict[Setting, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.published.setting, []).append(cell)
+    return groups
+
+
+def summary(cells: list[Cell]) -> str:
+    """Return in a sentence or two how many cells we have, and how far they lie from the published ones."""
+    have = [cell for cell in cells if not cell.missing]
+    sentence = f"{len(have)} of {len(cells)} published cells have a run of ours."
+    sizes = [abs(cell.honest_deviation) for cell in have if cell.honest_deviation is not None]
+    if not sizes:
+        return sentence
+    shares = ", ".join(f"{sum(size <= k for size in sizes)} within {k}" for k in (1, 2, 3))
+    sentence += f" Of the {len(sizes)} with a std to measure by, in stds of the authors' comparable runs: {shares}."
+    if flat := [cell for cell in have if cell.honest_deviation is None]:
+        furthest = max(abs(cell.mean - cell.published.comparable.mean) for cell in flat)
+        sentence += (
+            f" In the other {len(flat)} their runs all logged the same digits; ours differ by at most {furthest:.2g}."
+        )
+    return sentence
+
+
+def surprising(cells: Iterable[Cell]) -> list[Cell]:
+    """Return the cells that lie further off than seeds explain, the least likely first."""
+    odd = [(cell.chance, i, cell) for i, cell in enumerate(cells) if cell.chance is not None]
+    return [cell for p, _, cell in sorted(odd, key=lambda item: item[:2]) if p < SURPRISING]
+
+
+def missing(cells: Iterable[Cell]) -> list[str]:
+    """Return a line for each setting with cells that no run of ours has reached."""
+    lines = []
+    for setting, group in by_setting(cells).items():
+        epochs = sorted({cell.published.epoch for cell in group if cell.missing})
+        if len(epochs) == len({cell.published.epoch for cell in group}):
+            lines.append(f"{setting.experiment}, {setting}: no run yet")
+        elif epochs:
+            lines.append(f"{setting.experiment}, {setting}: epochs {', '.join(map(str, epochs))}")
+    return lines
+
+
+_HEAD = (
+    f"  {'metric':<15}{'epoch':>6}{'ours':>10}{'runs':>5}{'paper':>20}{'off by':>9}{'comparable logs':>24}{'off by':>9}"
+)
+
+
+def _line(cell: Cell) -> str:
+    given = cell.published
+    logs = f"{given.comparable.mean:.4f} ± {given.comparable.std:.4f} ({given.comparable.n})"
+    return (
+        f"  {given.metric:<15}{given.epoch:>6}{cell.mean:>10.4f}{len(cell.ours):>5}"
+        f"{f'{given.paper.mean:.4f} ± {given.paper.std:.4f}':>20}{format_deviation(cell.mean, given.paper):>9}"
+        f"{logs:>24}{format_deviation(cell.mean, given.comparable):>9}"
+    )
+
+
+def format_deviation(mean: float, estimate: Estimate) -> str:
+    """Return a deviation for a table: in stds with a σ, or the plain difference where there is no std to measure by.
+
+    >>> format_deviation(79.43, Estimate(79.63, 0.2, 9)), format_deviation(5.18, Estimate(5.19, 0.0, 9))
+    ('−1.0σ', '−0.01')
+    """
+    stds = deviation(mean, estimate)
+    shown = f"{mean - estimate.mean:+.2g}" if stds is None else f"{stds:+.1f}σ"
+    return shown.replace("-", "−")

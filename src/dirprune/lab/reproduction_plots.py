@@ -1,0 +1,105 @@
+"""Figures of the reproduction page: our trajectories over the published ones. Numbers in, figures out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dirprune.lab import plots
+from dirprune.lab.plots import Curve
+from dirprune.lab.published import METRICS, Band, NormRatio, Setting
+
+THEIRS, OURS = 0, 1  # the numbers of their colours
+BAND = "range of the authors' runs"
+LABELS = {
+    "train_loss": "train loss",
+    "train_accuracy": "train accuracy (%)",
+    "test_loss": "test loss",
+    "test_accuracy": "test accuracy (%)",
+    "sparsity": "sparsity (%)",
+}
+UNIT = 1e-4  # of the norm ratio's axis
+LOSS_FLOOR = 1e-5
+"""Where the axis of the train loss ends: the authors logged four decimals, so below 1e-4 theirs are steps down to 0."""
+
+
+@plots.styled
+def trajectories(
+    bands: Mapping[tuple[Setting, str], Band], ours: Mapping[tuple[Setting, str], Sequence[Curve]]
+) -> Figure:
+    """Draw every metric over the epochs of one experiment: a row a metric, a column a setting.
+
+    Args:
+        bands: what was published: the range over runs is shaded, their mean dashed.
+        ours: one curve a seed, drawn over it; the head of a column without any says so.
+    """
+    settings = list(dict.fromkeys(setting for setting, _ in bands))
+    figure, every = plots.panels(len(METRICS) * len(settings), columns=len(settings), size=(1.75, 1.4))
+    for i, axes in enumerate(every):
+        metric, setting = METRICS[i // len(settings)], settings[i % len(settings)]
+        _compare(axes, bands.get((setting, metric)), ours.get((setting, metric), ()))
+        _scale(axes, metric, [band for (_, name), band in bands.items() if name == metric])
+        first, top, bottom = i % len(settings) == 0, i < len(settings), i >= len(every) - len(settings)
+        axes.set(
+            title=f"{setting}{'' if (setting, metric) in ours else ', no run yet'}" if top else "",
+            xlabel="epoch" if bottom else "",
+            ylabel=LABELS[metric] if first else "",
+        )
+        axes.tick_params(labelleft=first, labelbottom=bottom)
+    plots.add_legend(figure)
+    return figure
+
+
+@plots.styled
+def norm_ratio(theirs: Sequence[NormRatio], ours: Mapping[Setting, Sequence[Curve]]) -> Figure:
+    """Draw Figure 2: ‖w‖₂/‖w‖₁ over training above its bound d^-½, one panel an experiment."""
+    experiments = list(dict.fromkeys(curve.setting.experiment for curve in theirs))
+    figure, every = plots.panels(len(experiments))
+    for axes, experiment in zip(every, experiments, strict=True):
+        curves = [curve for curve in theirs if curve.setting.experiment == experiment]
+        for curve in sorted(curves, key=lambda curve: curve.setting.optimizer, reverse=True):
+            index = int(curve.setting.optimizer == "grda")
+            name = ("SGD", "gRDA")[index]
+            plots.draw_published(axes, _in_units((curve.epochs, curve.ratios)), label=f"{name}, paper", index=index)
+            if runs := ours.get(curve.setting):
+                plots.draw_spread(axes, [_in_units(run) for run in runs], label=f"{name}, ours", index=index)
+            if index:
+                axes.set_title(f"{experiment}, SGD and {curve.setting}")
+                axes.axhline(curve.parameters**-0.5 / UNIT, color="#606060", linestyle=":", label="bound $d^{-1/2}$")
+        axes.set(xlabel="epoch", ylabel=r"$\Vert w\Vert_2\,/\,\Vert w\Vert_1\quad(10^{-4})$", ylim=(0, None))
+    plots.add_legend(figure)
+    return figure
+
+
+def _in_units(curve: Curve) -> Curve:
+    x, y = curve
+    return x, [float(value) / UNIT for value in y]
+
+
+def _compare(axes: Axes, band: Band | None, ours: Sequence[Curve]) -> None:
+    """Draw the published band, if there is one, and our runs over it."""
+    if band is not None:
+        axes.fill_between(
+            band.epochs, band.low, band.high, color=plots.colour(THEIRS), alpha=0.3, linewidth=0, label=BAND
+        )
+        plots.draw_published(axes, (band.epochs, band.mean), label="their mean", index=THEIRS)
+    for curve in ours:
+        axes.plot(*curve, color=plots.colour(OURS), linewidth=0.7, label="a run of ours")
+
+
+def _scale(axes: Axes, metric: str, bands: Sequence[Band]) -> None:
+    """Give all panels of a metric the same axis: what the published runs span once the first epochs are over."""
+    last = max(band.epochs[-1] for band in bands)
+    late = [i for i, epoch in enumerate(bands[0].epochs) if epoch >= 0.1 * last]
+    low = min(band.low[i] for band in bands for i in late)
+    high = max(band.high[i] for band in bands for i in late)
+    axes.set(xlim=(0, last), xticks=[0, last // 2, last])
+    if metric == "train_loss":
+        axes.set(yscale="log", ylim=(LOSS_FLOOR, 5))
+    elif metric == "sparsity":
+        axes.set_ylim(-3, 103)  # a line at 0 shows
+    else:
+        margin = 0.08 * (high - low)
+        axes.set_ylim(low - margin, high + margin)

@@ -1,0 +1,210 @@
+"""Pruning a trained network in one shot: by direction, by magnitude, by optimal brain damage, on the same weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dirprune.curvature import hessian_diagonal, inner
+from dirprune.direction import directional_prune, directional_score, lam_for_sparsity
+from dirprune.lab.runs import Run, environment, weights_of
+from dirprune.lab.spectrum import Lanczos, Progress, Subject, conv_precision, leading_eigenpairs, subject
+from dirprune.lab.tables import read_rows, settle, write_rows
+from dirprune.lab.train import evaluate, recalibrate_batchnorm
+from dirprune.weights import flatten, put, take, unflatten
+
+SPARSITIES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+KS = (0, 10, 30, 100)
+DEFAULT = Lanczos(tolerance=1e-5, max_iterations=2000)
+"""Tighter than `Lanczos` by itself: the hundredth eigenvalue is about a hundredth of the first, or less."""
+DIAGONAL_BLOCK = 10
+
+Pruner = Callable[[float], tuple[float, Tensor]]
+"""From a wanted sparsity to (lam, pruned weights), as `ScoreRow` has them."""
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """The network after one kind of pruning.
+
+    Attributes:
+        method: "magnitude", "brain-damage" or "directional".
+        k: eigenvectors that stand for the curved subspace (directional; 0 calls everything flat); otherwise 0.
+        wanted: the sparsity asked for.
+        lam: λ of the path (directional), or the greatest value that was pruned: a |w|, or a saliency. Infinite where
+            the wanted sparsity cannot be reached, the other scores being negative: then nothing is measured (NaN).
+        sparsity: the fraction of all parameters that is zero, or the greatest that can be reached.
+        train_loss, train_accuracy: on the plain training data; accuracies in percent.
+    """
+
+    method: str
+    k: int
+    wanted: float
+    lam: float
+    sparsity: float
+    train_loss: float
+    train_accuracy: float
+    test_loss: float
+    test_accuracy: float
+
+
+@dataclass(frozen=True)
+class SpectrumRow:
+    """One eigenvalue of the training Hessian, with its eigenvector q.
+
+    Attributes:
+        residual: the true one, ‖Hq − λq‖; ``converged`` if within the tolerance.
+        sign_share: (qᵀ sign(w))²/d, by which knowing q lowers the mean score, 1 when nothing is known.
+    """
+
+    index: int
+    eigenvalue: float
+    residual: float
+    converged: bool
+    sign_share: float
+
+
+def score(
+    run: Run,
+    out: Path,
+    *,
+    ks: Iterable[int] = KS,
+    sparsities: Iterable[float] = SPARSITIES,
+    epoch: int | None = None,
+    samples: int = 100,
+    recalibrate: bool = False,
+    lanczos: Lanczos | None = None,
+    device: torch.device,
+    root: Path | None = None,
+) -> Iterator[Progress | ScoreRow]:
+    """Yield, with the progress between, the losses of a trained network pruned in three ways, without retraining.
+
+    Every parameter may be pruned, biases too. Directional pruning (Definition 1) moves the weights it leaves; the other
+    two leave them as they are. Rows are kept in score.csv in ``out``, the eigenvalues in eigenvalues.csv; what is there
+    is not measured again.
+
+    Args:
+        run: a finished run, usually SGD's.
+        ks: numbers of leading eigenvectors that stand for the curved subspace; 0 is soft thresholding. Eigenvectors
+            found with λ ≤ 0 are left out: there are no more positive ones, or ``lanczos`` stopped too early.
+        epoch: the checkpoint; by default the newest.
+        samples: Hessian products in the estimate of the diagonal, for optimal brain damage.
+        recalibrate: estimate the BatchNorm statistics anew for each pruned network.
+        lanczos: how the eigenpairs are computed.
+        device, root: where to compute, and where the data are.
+
+    Reference: Definition 1 of the paper; LeCun, Denker and Solla, Optimal brain damage (1990).
+    """
+    lanczos, ks, grid = lanczos or DEFAULT, sorted(set(ks)), sorted(set(sparsities))
+    _check(ks, grid, samples)
+    epoch, state = weights_of(run, epoch)
+    settings = {"run": run.folder.name, "epoch": epoch, "samples": samples, "recalibrate": recalibrate}
+    settle(out, {**settings, **asdict(lanczos)}, environment(device))
+    rows = {(row.method, row.k, row.wanted): row for row in read_rows(out / "score.csv", ScoreRow)}
+    bench = subject(run.recipe, lanczos, device=device, root=root)
+    bench.load(state)
+    w = flatten(take(bench.model))
+    needed = [k for k in ks if any(("directional", k, wanted) not in rows for wanted in grid)]
+    vectors = yield from _eigenvectors(bench, w, max(needed, default=0), lanczos, out)
+    for method, k in [("magnitude", 0), ("brain-damage", 0), *(("directional", k) for k in ks)]:
+        if any((method, k, wanted) not in rows for wanted in grid):
+            prune = yield from _pruner(method, bench, w, vectors[:, :k], samples, lanczos.seed)
+        for wanted in grid:
+            if (method, k, wanted) not in rows:
+                lam, pruned = prune(wanted)
+                rows[method, k, wanted] = ScoreRow(method, k, wanted, lam, *_measure(bench, pruned, lam, recalibrate))
+                bench.load(state)
+                write_rows(out / "score.csv", ScoreRow, rows.values())
+            yield rows[method, k, wanted]
+
+
+def _pruner(
+    method: str, bench: Subject, w: Tensor, vectors: Tensor, samples: int, seed: int
+) -> Generator[Progress, None, Pruner]:
+    if method == "directional":
+        return directional_pruner(w, directional_score(w, vectors))
+    if method == "magnitude":
+        return smallest_pruner(w, w.abs())
+    return smallest_pruner(w, (yield from _saliency(bench, w, samples, seed)))
+
+
+def directional_pruner(w: Tensor, score: Tensor) -> Pruner:
+    """Return the pruner of Definition 1, λ chosen for the sparsity; beyond what can be reached it is infinite."""
+    reachable = float(((score > 0) | (w == 0)).double().mean())
+
+    def prune(sparsity: float) -> tuple[float, Tensor]:
+        if sparsity > reachable:
+            return math.inf, torch.where(score > 0, 0.0, w)
+        lam = lam_for_sparsity(w, score, sparsity)
+        return lam, directional_prune(w, score, lam)
+
+    return prune
+
+
+def smallest_pruner(w: Tensor, saliency: Tensor) -> Pruner:
+    """Return the pruner that zeroes the weights of the smallest saliency and leaves the others as they are.
+
+    >>> smallest_pruner(torch.tensor([1.0, -2.0, 3.0]), torch.tensor([5.0, 4.0, 6.0]))(1 / 3)
+    (4.0, tensor([1., 0., 3.]))
+    """
+
+    def prune(sparsity: float) -> tuple[float, Tensor]:
+        count = math.ceil(sparsity * len(w) - 1e-6)
+        if not count:
+            return 0.0, w
+        threshold = saliency.kthvalue(count).values
+        return float(threshold), torch.where(saliency <= threshold, 0.0, w)
+
+    return prune
+
+
+def _check(ks: Sequence[int], sparsities: Sequence[float], samples: int) -> None:
+    if not ks or ks[0] < 0:
+        raise ValueError(f"ks={ks}: give numbers of eigenvectors, 0 or more")
+    if not sparsities or not 0 <= sparsities[0] <= sparsities[-1] < 1:
+        raise ValueError(f"sparsities={sparsities}: give fractions of the weights, from 0 to below 1")
+    if samples < 1:
+        raise ValueError(f"samples={samples}: the estimate of the diagonal needs at least one product")
+
+
+def _eigenvectors(bench: Subject, w: Tensor, k: int, lanczos: Lanczos, out: Path) -> Generator[Progress, None, Tensor]:
+    """Yield the progress; write the eigenvalues and return the eigenvectors, those of positive eigenvalues."""
+    if not k:
+        return w.new_empty(len(w), 0)
+    pairs, goal = yield from leading_eigenpairs(bench.hessian, k, lanczos, what="eigenpairs")
+    shares = (inner(pairs.vectors.T, w.sign()) ** 2 / len(w)).tolist()
+    found = zip(pairs.values.tolist(), pairs.residuals.tolist(), shares, strict=True)
+    rows = [SpectrumRow(i, value, r, r <= goal, share) for i, (value, r, share) in enumerate(found, start=1)]
+    write_rows(out / "eigenvalues.csv", SpectrumRow, rows)
+    return pairs.vectors[:, pairs.values > 0]
+
+
+def _saliency(bench: Subject, w: Tensor, samples: int, seed: int) -> Generator[Progress, None, Tensor]:
+    """Yield the progress; return optimal brain damage's estimate of the loss of each weight, ½ H_jj w_j².
+
+    At a minimum no H_jj is negative; an estimate that is, errs by more than itself, and says so by its size alone.
+    """
+    total = torch.zeros_like(w)
+    for start in range(0, samples, DIAGONAL_BLOCK):
+        count = min(DIAGONAL_BLOCK, samples - start)
+        total += count * hessian_diagonal(bench.hessian, samples=count, seed=seed + start)
+        yield Progress("diagonal", start + count, samples)
+    return (total / samples).abs() * w.square() / 2
+
+
+def _measure(bench: Subject, pruned: Tensor, lam: float, recalibrate: bool) -> tuple[float, float, float, float, float]:
+    """Return the last five figures of a `ScoreRow`; the weights stay in the model."""
+    sparsity = float((pruned == 0).double().mean())
+    if math.isinf(lam):
+        return sparsity, math.nan, math.nan, math.nan, math.nan
+    put(bench.model, unflatten(pruned, take(bench.model)))
+    with conv_precision(tf32=False):
+        if recalibrate:
+            recalibrate_batchnorm(bench.model, bench.train)
+        train, test = evaluate(bench.model, bench.train), evaluate(bench.model, bench.test)
+    return sparsity, train.loss, train.accuracy, test.loss, test.accuracy

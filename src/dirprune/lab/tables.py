@@ -1,0 +1,81 @@
+"""Tables of measured rows as CSV files: one frozen dataclass a table, one field a column."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Row = TypeVar("Row", bound=DataclassInstance)
+else:
+    Row = TypeVar("Row")
+
+_READERS: dict[type, Callable[[str], Any]] = {int: int, float: float, str: str, bool: "True".__eq__}
+
+
+class OtherSettings(ValueError):
+    """A folder holds rows that were measured in another way."""
+
+
+def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
+    """Write a table whole or not at all, so that a crash leaves the rows it had."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(kind)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    temporary.replace(path)
+
+
+def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+    """Return the rows that `write_rows` wrote, exactly; none if there is no such file.
+
+    >>> import tempfile
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Point:
+    ...     name: str
+    ...     value: float
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_rows(Path(folder) / "points.csv", Point, [Point("a", 0.1)])
+    ...     read_rows(Path(folder) / "points.csv", Point)
+    [Point(name='a', value=0.1)]
+    """
+    if not path.exists():
+        return []
+    readers = {name: _READERS[hint] for name, hint in get_type_hints(kind).items()}
+    with path.open(encoding="utf-8", newline="") as file:
+        try:
+            return [
+                kind(**{name: reader(row[name]) for name, reader in readers.items()}) for row in csv.DictReader(file)
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read as a table of {kind.__name__} ({error}); delete it") from error
+
+
+def settle(folder: Path, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+    """Note in settings.json how the rows of a folder are measured; refuse to add rows measured in another way.
+
+    Raises:
+        OtherSettings: the folder was begun with other settings.
+    """
+    path = folder / "settings.json"
+    wanted = json.loads(json.dumps(settings))
+    noted = json.loads(path.read_text()) if path.exists() else {"settings": wanted, "sessions": []}
+    differing = [key for key in wanted if noted["settings"].get(key) != wanted[key]]
+    if differing:
+        there = ", ".join(f"{key}={noted['settings'].get(key)}" for key in differing)
+        here = ", ".join(f"{key}={wanted[key]}" for key in differing)
+        raise OtherSettings(f"{folder} holds rows measured with {there}, not {here}; give another --out, or delete it")
+    noted["sessions"].append(dict(environment))
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(noted, indent=1) + "\n")
+    temporary.replace(path)

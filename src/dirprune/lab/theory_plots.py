@@ -1,0 +1,112 @@
+"""Figures of the theorem: gRDA beside directional pruning as γ falls, and beside the law of its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, NullFormatter, ScalarFormatter
+
+from dirprune.lab.plots import add_legend, colour, panels, styled
+from dirprune.limit_law import LimitRow, Moments
+from dirprune.theory import TheoremRow
+
+GAMMA = "learning rate γ"
+GREY = "#707070"
+MARKERS = ("o", "s", "^")
+
+
+@dataclass(frozen=True)
+class LimitPath:
+    """The accumulator over time: moments of the limit law, and of ``runs`` simulated runs at γ, at the same times."""
+
+    limit: Sequence[Moments]
+    simulated: Sequence[Moments]
+    gamma: float
+    runs: int
+
+
+@styled
+def theorem_figure(parts: Mapping[str, Sequence[TheoremRow]]) -> Figure:
+    """Draw distance, direction and zero patterns against γ, a colour a kind of problem."""
+    figure, (distance, direction, zeros) = panels(3, columns=3, size=(2.5, 2.6))
+    for index, (part, rows) in enumerate(parts.items()):
+        gammas = [row.gamma for row in rows]
+        style: dict[str, Any] = {"color": colour(index), "marker": MARKERS[index], "markersize": 3.5}
+        distance.errorbar(
+            gammas,
+            [row.distance for row in rows],
+            yerr=[row.distance_std / np.sqrt(row.problems) for row in rows],
+            capsize=2,
+            label=part,
+            **style,
+        )
+        distance.plot(
+            gammas, [row.lag for row in rows], linestyle=":", color=colour(index), label=f"{part}, lag at finite t"
+        )
+        direction.plot(gammas, [row.cosine_flat for row in rows], **style)
+        direction.plot(gammas, [row.cosine_sign for row in rows], linestyle="--", fillstyle="none", **style)
+        zeros.plot(gammas, [100 * (1 - row.zeros_agree) for row in rows], **style)
+    distance.set(ylabel="‖w$_{gRDA}$ − û‖ / ‖w$_{gRDA}$ − w$_{SGD}$‖", yscale="log")
+    direction.set(ylabel="cosine with w$_{gRDA}$ − w$_{SGD}$", ylim=(0.7, 1.01))
+    solid = Line2D([], [], color=GREY, label="−Π$_0$ sign(w)")
+    dashed = Line2D([], [], color=GREY, linestyle="--", label="−sign(w)")
+    direction.legend(handles=[solid, dashed], loc="lower left")
+    zeros.set(ylabel="zero in only one of w$_{gRDA}$, û (%)", ylim=(0, None))
+    for axes in (distance, direction, zeros):
+        axes.set(xlabel=GAMMA, xscale="log")
+    distance.yaxis.set_major_locator(FixedLocator([0.02, 0.05, 0.1, 0.2]))
+    distance.yaxis.set_major_formatter(ScalarFormatter())
+    distance.yaxis.set_minor_formatter(NullFormatter())
+    add_legend(figure)
+    return figure
+
+
+@styled
+def limit_figure(rows: Sequence[LimitRow], path: LimitPath) -> Figure:
+    """Draw mean and spread of the accumulator over time beside its limit, and the errors of both against γ."""
+    figure, (means, spreads, errors) = panels(3, columns=3, size=(2.5, 2.6))
+    far = path.limit[-1].mean.abs().argsort(descending=True)
+    for index, coordinate in enumerate(far[[0, 2, 5]].tolist()):
+        _draw_moments(means, spreads, path, coordinate, index)
+    means.set(xlabel="time t = nγ", ylabel="mean of V$_j$ = (v$_j$ − w$_j$(t)) / √γ")
+    spreads.set(xlabel="time t = nγ", ylabel="standard deviation of V$_j$", ylim=(0, None))
+    gammas = [row.gamma for row in rows]
+    for index, (name, noise, label) in enumerate(
+        (("mean_error", "mean_noise", "mean"), ("spread_error", "spread_noise", "covariance"))
+    ):
+        style: dict[str, Any] = {"color": colour(index + 3)}
+        errors.plot(
+            gammas, [getattr(r, name) for r in rows], marker=MARKERS[index], markersize=3.5, label=label, **style
+        )
+        errors.plot(
+            gammas, [getattr(r, noise) for r in rows], linestyle=":", label=f"noise of {path.runs} runs", **style
+        )
+    errors.set(xlabel=GAMMA, ylabel="relative error of the limit", xscale="log", yscale="log")
+    errors.legend(fontsize=7, labelspacing=0.2)
+    handles, labels = means.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4)
+    return figure
+
+
+def _draw_moments(means: Axes, spreads: Axes, path: LimitPath, j: int, index: int) -> None:
+    """Draw a coordinate's mean and standard deviation: the limit as a line, the runs as points."""
+
+    def moments(source: Sequence[Moments]) -> tuple[list[float], list[float], list[float]]:
+        found = [(m.t, float(m.mean[j]), float(m.covariance[j, j]) ** 0.5) for m in source]
+        return [t for t, _, _ in found], [mean for _, mean, _ in found], [std for _, _, std in found]
+
+    times, mean, std = moments(path.limit)
+    means.plot([0, *times], [0, *mean], color=colour(index), label=f"limit law, coordinate {j}")
+    spreads.plot([0, *times], [0, *std], color=colour(index))
+    times, mean, std = moments(path.simulated)
+    style: dict[str, Any] = {"color": colour(index), "marker": MARKERS[index], "markersize": 3, "linestyle": "none"}
+    bars = [s / path.runs**0.5 for s in std]
+    label = "" if index else f"points: {path.runs} runs at γ = {path.gamma:g}"
+    means.errorbar(times, mean, yerr=bars, label=label, **style)
+    spreads.plot(times, std, **style)

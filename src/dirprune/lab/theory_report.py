@@ -1,0 +1,104 @@
+"""The theorem measured on problems small enough to solve exactly: rows as they come, then a table and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from dirprune.lab.plots import save
+from dirprune.lab.runs import environment
+from dirprune.lab.tables import write_rows
+from dirprune.lab.theory_plots import LimitPath, limit_figure, theorem_figure
+from dirprune.limit_law import LimitRow, limit_moments, limit_rows, simulated_moments
+from dirprune.theory import LeastSquares, TheoremRow, least_squares, theorem_rows, tiny_network
+
+LEAST_SQUARES, NETWORK, LIMIT = "least squares", "network", "limit law"
+GAMMAS = (0.1, 0.03, 0.01, 0.003, 0.001)
+NETWORK_GAMMAS = (0.1, 0.03, 0.01, 0.003)
+LIMIT_GAMMAS = (0.03, 0.01, 0.003, 0.001)
+PATH_GAMMA = 0.001
+PATH_TIMES = (0.06, 0.12, 0.24, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one part of the study found at one learning rate."""
+
+    part: str
+    row: TheoremRow | LimitRow
+
+
+@dataclass(frozen=True)
+class Value:
+    """One line of theory.csv: a quantity of a `TheoremRow` or `LimitRow`, and what made it."""
+
+    part: str
+    gamma: float
+    t: float
+    quantity: str
+    value: float
+    seed: int
+    command: str
+    commit: str
+    hardware: str
+
+
+def report(
+    out: Path, *, figures: Path | None = None, problems: int = 20, runs: int = 4000, seed: int = 0
+) -> Iterator[Finding]:
+    """Yield what `study` finds; then write theory.csv to ``out``, and theory-*.png to ``figures`` (else ``out``)."""
+    findings: list[Finding] = []
+    for event in study(problems=problems, runs=runs, seed=seed):
+        if isinstance(event, LimitPath):
+            path = event
+        else:
+            findings.append(event)
+            yield event
+    write_rows(out / "theory.csv", Value, values(findings, seed=seed))
+    theorem: dict[str, list[TheoremRow]] = {LEAST_SQUARES: [], NETWORK: []}
+    limit: list[LimitRow] = []
+    for found in findings:
+        if isinstance(found.row, TheoremRow):
+            theorem[found.part].append(found.row)
+        else:
+            limit.append(found.row)
+    save(theorem_figure(theorem), (figures or out) / "theory-theorem.png")
+    save(limit_figure(limit, path), (figures or out) / "theory-limit.png")
+
+
+def values(findings: Sequence[Finding], *, seed: int) -> list[Value]:
+    """Return the lines of theory.csv."""
+    here = environment(torch.device("cpu"))
+    made = (seed, here["command"], here["commit"], here["device"])
+    return [
+        Value(found.part, found.row.gamma, found.row.t, quantity, float(value), *made)
+        for found in findings
+        for quantity, value in asdict(found.row).items()
+        if quantity not in ("gamma", "t")
+    ]
+
+
+def study(*, problems: int = 20, runs: int = 4000, seed: int = 0) -> Iterator[Finding | LimitPath]:
+    """Yield the three parts of the study, row by row: least squares, the limit law, a network with its exact Hessian.
+
+    Args:
+        problems: random problems of each kind that a row is the mean of.
+        runs: runs of gRDA that the limit law is held against.
+    """
+    for row in theorem_rows(least_squares(problems, seed=seed), GAMMAS, seed=seed):
+        yield Finding(LEAST_SQUARES, row)
+    noisy = noisy_problem(seed)
+    for limit in limit_rows(noisy, LIMIT_GAMMAS, c=0.5, mu=0.6, runs=runs, seed=seed):
+        yield Finding(LIMIT, limit)
+    simulated = simulated_moments(noisy, PATH_TIMES, gamma=PATH_GAMMA, c=0.5, mu=0.6, runs=runs, seed=seed)
+    yield LimitPath(limit_moments(noisy, PATH_TIMES, c=0.5, mu=0.6), simulated, PATH_GAMMA, runs)
+    for row in theorem_rows(tiny_network(problems, seed=seed), NETWORK_GAMMAS, c=0.02, t=40.0, seed=seed):
+        yield Finding(NETWORK, row)
+
+
+def noisy_problem(seed: int) -> LeastSquares:
+    """Draw a problem that cannot be interpolated, so that SGD's noise never dies; 4 of 10 directions are flat."""
+    return least_squares(1, dimension=10, examples=40, rank=6, noise=1.0, seed=seed)

@@ -1,0 +1,105 @@
+"""The paper's rule for choosing c, made a procedure.
+
+Fix μ; start at c = 1e-4 and double it as long as a short run stays within a tolerance of SGD's accuracy on held-out
+training data; take the greatest c that did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dirprune.lab.experiment import assemble
+from dirprune.lab.recipes import Recipe
+from dirprune.lab.train import Divergence, EpochRecord, train
+
+MUS = (0.501, 0.51, 0.55)
+C_START = 1e-4
+C_LIMIT = 1.0
+VALIDATION = 0.1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One short run; ``accuracy`` is on the validation set, in percent, and None if the run diverged."""
+
+    optimizer: str
+    c: float
+    mu: float
+    accuracy: float | None
+    sparsity: float
+    passes: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def tune(
+    recipe: Recipe,
+    *,
+    epochs: int = 3,
+    tolerance: float = 1.0,
+    mus: Iterable[float] = MUS,
+    device: torch.device,
+    root: Path | None = None,
+) -> Iterator[Trial]:
+    """Yield SGD's trial, then for each μ one trial for every c tried, the last of which usually fails.
+
+    Args:
+        recipe: what to tune for; its test set is not touched, a tenth of its training set is held out instead.
+        epochs: length of a trial: the first epochs of the recipe's own schedule.
+        tolerance: points of accuracy that a trial may lie below SGD.
+        mus: the values of μ to search c for.
+        device, root: where to train, and where the data are.
+    """
+    if epochs < 1 or epochs > recipe.epochs:
+        raise ValueError(f"epochs={epochs}: a trial is 1 to {recipe.epochs} epochs of this recipe")
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance={tolerance}: give the points of accuracy that may be lost, ≥ 0")
+    recipe = replace(recipe, validation=recipe.validation or VALIDATION)
+    baseline = _last(replace(recipe, optimizer="sgd"), epochs, device, root)
+    if baseline is None:
+        raise ValueError(f"SGD itself diverges at lr={recipe.lr}; tune the learning rate first (--lr)")
+    yield Trial("sgd", 0.0, 0.0, baseline.test_accuracy, baseline.sparsity, passes=True)
+    for mu in mus:
+        c = C_START
+        while c <= C_LIMIT:
+            record = _last(replace(recipe, optimizer="grda", c=c, mu=mu), epochs, device, root)
+            accuracy = record.test_accuracy if record else None
+            passes = accuracy is not None and accuracy >= baseline.test_accuracy - tolerance
+            yield Trial("grda", c, mu, accuracy, record.sparsity if record else 0.0, passes)
+            if not passes:
+                break
+            c *= 2
+
+
+def choose(trials: Iterable[Trial]) -> Trial | None:
+    """Return, of the greatest passing c of every μ, the one that pruned most; None if no c passed."""
+    greatest = {trial.mu: trial for trial in trials if trial.optimizer == "grda" and trial.passes}
+    return max(greatest.values(), key=lambda trial: trial.sparsity, default=None)
+
+
+def _last(recipe: Recipe, epochs: int, device: torch.device, root: Path | None) -> EpochRecord | None:
+    """Return the record of the last of the first epochs of a run, or None if it diverged before."""
+    parts = assemble(recipe, device=device, root=root)
+    assert parts.loaders.validation is not None
+    records = train(
+        parts.model,
+        parts.optimizer,
+        parts.loaders.train,
+        parts.loaders.validation,
+        epochs=recipe.epochs,
+        lr=recipe.lr,
+        schedule=recipe.schedule,
+        seed=recipe.seed,
+        execution=recipe.execution(device.type),
+    )
+    try:
+        return list(islice(records, epochs))[-1]
+    except Divergence:
+        return None

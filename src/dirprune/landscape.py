@@ -1,0 +1,225 @@
+"""The loss landscape: what a point of weight space scores on a data set, for many points fast.
+
+`Evaluator` measures weights; `Captured` is how it, and whoever takes steps of one shape, runs on CUDA without Python
+between the kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dirprune.weights import Weights, put
+
+Batch = tuple[Tensor, Tensor]
+Place = tuple[float, ...]
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+class TrainLoader(Protocol):
+    """Batches of (inputs, targets) on the device: plain when iterated, shuffled and augmented from `epoch`."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+    def epoch(self, epoch: int, /) -> Iterable[Batch]: ...
+
+
+class Loaders(Protocol):
+    """The two halves of a data set."""
+
+    @property
+    def train(self) -> TrainLoader: ...
+    @property
+    def test(self) -> Iterable[Batch]: ...
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """At a place, (t,) or (x, y): mean loss, and error in percent (nan where targets are not class numbers)."""
+
+    place: Place
+    train_loss: float
+    train_error: float
+    test_loss: float
+    test_error: float
+
+
+class Evaluator:
+    """Measures many points of weight space on one data set: ``evaluator(weights) -> Measurement``.
+
+    Evaluation mode, plain data, a copy of the model. BatchNorm statistics are re-estimated at every point: mean and
+    variance of each training batch, averaged over the training samples (without dropout, so that nothing is random).
+    Batches stay on the device. On CUDA the forward pass is captured once a batch shape; the host waits once a point.
+
+    Args:
+        loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch.
+        autocast: a lower precision for the forward pass, such as ``torch.bfloat16``.
+        channels_last: hold convolution weights in that memory format; images follow in the first layer.
+        capture: replay CUDA graphs; by default on CUDA. Turn off for a network whose forward waits for the device.
+
+    >>> from types import SimpleNamespace
+    >>> data = [(torch.eye(2), torch.tensor([0, 1]))]
+    >>> evaluate = Evaluator(nn.Linear(2, 2, bias=False), SimpleNamespace(train=data, test=data))
+    >>> evaluate({"weight": 100 * torch.eye(2)}).test_error
+    0.0
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loaders: Loaders,
+        *,
+        loss_fn: LossFn = cross_entropy,
+        autocast: torch.dtype | None = None,
+        channels_last: bool = False,
+        capture: bool | None = None,
+    ) -> None:
+        self._network = copy.deepcopy(model).eval().requires_grad_(False)
+        self._device = next(self._network.parameters()).device
+        norms = [m for m in self._network.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        for norm in norms:
+            norm.momentum = 1.0  # a pass in training mode leaves that batch's statistics alone in the buffers
+        self._norms = nn.ModuleList(norms).eval()
+        if channels_last:
+            self._network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if capture and self._device.type != "cuda":
+            raise ValueError(f"capture is True but the model is on {self._device}; move it to a CUDA device")
+        # fork_rng: a torch DataLoader draws from the global generator when it is iterated.
+        with torch.random.fork_rng(devices=[]):
+            self._train, self._test = list(loaders.train), list(loaders.test)
+        self._loss_fn, self._autocast = loss_fn, autocast
+        self._step: Callable[[Tensor, Tensor], Tensor] = self._score
+        if self._device.type == "cuda" if capture is None else capture:
+            self._step = Captured(self._score, key=lambda: self._norms.training)
+
+    @torch.no_grad()
+    def __call__(self, weights: Mapping[str, Tensor], place: Place = ()) -> Measurement:
+        """Measure the weights; ``place`` is where they lie, for the record."""
+        put(self._network, weights)
+        with torch.cuda.device_of(next(self._network.parameters())):  # type: ignore[no-untyped-call]
+            if self._norms:
+                self._estimate_statistics()
+            train, test = torch.stack([self._totals(self._train), self._totals(self._test)]).cpu()  # the one wait
+        return Measurement(place, *means(train, "loaders.train"), *means(test, "loaders.test"))
+
+    def _estimate_statistics(self) -> None:
+        """Give BatchNorm the batch statistics of these weights, averaged over the training samples."""
+        statistics = [buffer for buffer in self._norms.buffers() if buffer.is_floating_point()]
+        torch._foreach_zero_(statistics)  # a nan of the last point would stay: 0 · nan = nan
+        sums, seen = [torch.zeros_like(statistic) for statistic in statistics], 0
+        self._norms.train()
+        for inputs, targets in self._train:
+            self._step(inputs, targets)
+            torch._foreach_add_(sums, statistics, alpha=len(inputs))
+            seen += len(inputs)
+        self._norms.eval()
+        torch._foreach_copy_(statistics, torch._foreach_div(sums, max(seen, 1)))
+
+    def _totals(self, batches: list[Batch]) -> Tensor:
+        totals = torch.zeros(3, dtype=torch.float64, device=self._device)
+        for inputs, targets in batches:
+            totals += self._step(inputs, targets)
+        return totals
+
+    def _score(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        # cache_enabled: a captured pass must cast the weights that it finds when it is replayed.
+        lower = self._autocast is not None
+        with torch.autocast(self._device.type, dtype=self._autocast, enabled=lower, cache_enabled=False):
+            outputs = self._network(inputs)
+            loss = self._loss_fn(outputs, targets)
+        return tally(outputs, targets, loss)
+
+
+class Captured:
+    """A function of one batch as CUDA graphs, one a batch shape: ``captured(inputs, targets) -> Tensor``.
+
+    The function must launch the same kernels on the same memory whenever it is called, and must never wait for the
+    device; all that it reads besides the batch (weights, a learning rate) it finds where it lay when captured. The
+    result lies in memory of its own that the next call of that shape overwrites.
+
+    Args:
+        function: ``function(inputs, targets)``; called four times for each new shape, the last time captured.
+        changes: tensors that it changes and that a rehearsal must leave as they were, e.g. weights.
+        key: what else tells graphs apart, e.g. a mode.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Tensor, Tensor], Tensor],
+        *,
+        changes: Sequence[Tensor] = (),
+        key: Callable[[], Hashable] = lambda: None,
+    ) -> None:
+        self._function, self._changes, self._key = function, changes, key
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        key = (self._key(), inputs.shape, inputs.dtype, targets.shape, targets.dtype)
+        if key not in self._graphs:
+            before = [tensor.detach().clone() for tensor in self._changes]
+            # fork_rng: the random numbers of a step must not depend on whether it was the first of its shape.
+            with torch.random.fork_rng(devices=[inputs.device]), _fastest_kernels():
+                self._graphs[key] = self._capture(inputs.clone(), targets.clone())
+            for tensor, value in zip(self._changes, before, strict=True):
+                tensor.detach().copy_(value)
+        graph, static_inputs, static_targets, result = self._graphs[key]
+        static_inputs.copy_(inputs)
+        static_targets.copy_(targets)
+        graph.replay()
+        return result
+
+    def _capture(self, inputs: Tensor, targets: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]:
+        # The first calls choose algorithms and take workspace, which must not be captured.
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._function(inputs, targets)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: a loader's thread may use the device meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = self._function(inputs, targets)
+        return graph, inputs, targets, result
+
+
+@contextmanager
+def _fastest_kernels() -> Iterator[None]:
+    """Let cuDNN try its algorithms: worth it for what is then replayed thousands of times."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def profile_points(measure: Evaluator, point: Callable[..., Weights], places: Iterable[Place]) -> Iterator[Measurement]:
+    """Measure ``point(*place)`` place by place, with the ``point`` of a curve or plane; resume with the places left."""
+    for place in places:
+        with torch.no_grad():
+            weights = point(*place)
+        yield measure(weights, place)
+
+
+def tally(outputs: Tensor, targets: Tensor, loss: Tensor) -> Tensor:
+    """Return batch size · (loss, error in percent, 1), to be summed over batches and divided by `means`."""
+    known = not targets.is_floating_point()
+    wrong = (outputs.argmax(1) != targets).double().mean() if known else torch.full_like(loss, math.nan)
+    return torch.stack([loss.double(), 100 * wrong.double(), torch.ones_like(loss).double()]) * len(targets)
+
+
+def means(totals: Tensor, source: str) -> tuple[float, float]:
+    """Return mean loss and error of summed tallies; ``source`` is what gave the batches."""
+    loss, error, size = totals.tolist()
+    if size == 0:
+        raise ValueError(f"{source} gave no batches; there is nothing to measure on")
+    return loss / size, error / size

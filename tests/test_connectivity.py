@@ -1,0 +1,370 @@
+"""The verb connect, from run directories to figures, on digits."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dirprune.connect import FitRecord
+from dirprune.lab import checkpoint, connectivity, data, experiment, models, recipes, runs, train
+from dirprune.lab.connectivity import Options, Step, connect
+from dirprune.lab.connectivity_files import draw, published_curve, report
+from dirprune.lab.execution import Execution
+from dirprune.lab.published.connect import find
+from dirprune.weights import combine
+
+CPU = torch.device("cpu")
+SMALL = Options(epochs=2, points=3, grid=2, batch_size=256, lr=0.02)
+
+
+def trained(folder: Path, **changes: Any) -> Path:
+    run = runs.create(folder, replace(recipes.get("digits-short"), epochs=2, batch_size=128, **changes))
+    for _ in experiment.conduct(run, device=CPU):
+        pass
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return trained(folder / "grda", optimizer="grda"), trained(folder / "sgd", optimizer="sgd")
+
+
+@pytest.fixture(scope="module")
+def finished(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
+    out = tmp_path_factory.mktemp("jobs") / "whole"
+    return out, list(connect(*pair, out, SMALL, device=CPU))
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(finished: tuple[Path, list[Step]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The finished job has its figures; drawing them again and again is most of the time of these tests."""
+    monkeypatch.setattr(connectivity, "draw", lambda out: None)
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return [{name: value for name, value in row.items() if name != "seconds"} for row in csv.DictReader(file)]
+
+
+def assert_same_numbers(out: Path, other: Path) -> None:
+    for name in ("fit.csv", "profile.csv", "plane.csv", "points.csv"):
+        assert table(out / name) == table(other / name), name
+    bends = [checkpoint.load(folder / "bend" / "epoch-0002.pt")["model"] for folder in (out, other)]
+    assert all(torch.equal(bends[0][name], bends[1][name]) for name in bends[1])
+
+
+# A whole job.
+
+
+def test_the_stages_count_up_to_their_totals(finished: tuple[Path, list[Step]]) -> None:
+    counts = {stage: [s.done for s in finished[1] if s.stage == stage] for stage in ("fit", "curve", "line", "plane")}
+    assert counts == {"fit": [0, 1, 2], "curve": [0, 1, 2, 3], "line": [0, 1, 2, 3], "plane": [0, 1, 2, 3, 4]}
+    assert {s.stage: s.total for s in finished[1]} == {"fit": 2, "curve": 3, "line": 3, "plane": 4}
+
+
+def test_the_files_are_there_and_the_figures_are_figures(finished: tuple[Path, list[Step]]) -> None:
+    out, _ = finished
+    files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert files >= {"config.json", "environment.json", "fit.csv", "profile.csv", "plane.csv", "points.csv"}
+    assert files >= {"summary.json", "bend/epoch-0002.pt", "checkpoints/epoch-0002.pt"}
+    for name in ("plane", "profile"):
+        assert (out / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (out / "figures" / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_the_ends_score_what_training_recorded(finished: tuple[Path, list[Step]], pair: tuple[Path, Path]) -> None:
+    rows = table(finished[0] / "profile.csv")
+    for run, index in zip(pair, (0, 2), strict=True):
+        last = runs.load(run).records()[-1]
+        for row in (rows[index], rows[3 + index]):  # of the curve and of the line
+            assert float(row["test_loss"]) == pytest.approx(last.test_loss, rel=1e-4)
+            assert 100 - float(row["test_error"]) == pytest.approx(last.test_accuracy)
+
+
+def test_the_middle_of_the_line_is_the_mean_network(finished: tuple[Path, list[Step]], pair: tuple[Path, Path]) -> None:
+    model = models.build("small", 10)
+    model.load_state_dict(combine([0.5, 0.5], [runs.weights_of(runs.load(run))[1] for run in pair]))
+    loaders = data.load("digits", batch_size=500, seed=0)
+    row = table(finished[0] / "profile.csv")[4]
+    assert (row["path"], row["t"]) == ("line", "0.5")
+    for half in ("train", "test"):
+        score = train.evaluate(model, getattr(loaders, half))
+        assert float(row[f"{half}_loss"]) == pytest.approx(score.loss, rel=1e-4)
+        assert float(row[f"{half}_error"]) == pytest.approx(100 - score.accuracy, abs=1e-6)
+
+
+def test_the_summary_follows_from_the_tables(finished: tuple[Path, list[Step]], pair: tuple[Path, Path]) -> None:
+    out, _ = finished
+    summary = json.loads((out / "summary.json").read_text())
+    for path in ("curve", "line"):
+        rows = [row for row in table(out / "profile.csv") if row["path"] == path]
+        for prefix, half in (("", "train"), ("test_", "test")):
+            losses = [float(row[f"{half}_loss"]) for row in rows]
+            assert summary[path][f"{prefix}barrier"] == max(losses) - max(losses[0], losses[-1])
+        best = min(rows, key=lambda row: (float(row["test_error"]), float(row["test_loss"])))
+        assert summary[path]["best"]["t"] == float(best["t"])
+    a, b = (runs.weights_of(runs.load(run))[1] for run in pair)
+    assert summary["distance"] == pytest.approx(math.sqrt(sum((a[n] - b[n]).square().sum().item() for n in a)))
+    assert summary["sparsity"] == pytest.approx([runs.load(run).records()[-1].sparsity for run in pair])
+    assert summary["config"]["epoch_a"] == 2
+    assert summary["sessions"][0]["torch"] == torch.__version__
+
+
+def test_the_points_lie_on_the_bezier_curve_of_their_corners(finished: tuple[Path, list[Step]]) -> None:
+    rows = table(finished[0] / "points.csv")
+    place = {row["name"]: torch.tensor([float(row["x"]), float(row["y"])]) for row in rows[:3]}
+    assert place["start"].tolist() == [0, 0]
+    assert place["end"][1] == pytest.approx(0, abs=1e-5)
+    for row in rows[3:]:
+        t = float(row["t"])
+        expected = (1 - t) ** 2 * place["start"] + 2 * t * (1 - t) * place["bend"] + t**2 * place["end"]
+        assert [float(row["x"]), float(row["y"])] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_the_report_names_networks_and_barriers(finished: tuple[Path, list[Step]]) -> None:
+    text = report(finished[0])
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    assert "small on digits: gRDA c=0.02 μ=0.7 (t=0, epoch 2) to SGD (t=1, epoch 2)" in text
+    assert f"{summary['line']['barrier']:.2e}" in text
+    assert "published" not in text
+
+
+# Resuming.
+
+
+def test_a_job_interrupted_after_every_step_gives_the_same_numbers(
+    pair: tuple[Path, Path], finished: tuple[Path, list[Step]], tmp_path: Path
+) -> None:
+    out = tmp_path / "job"
+    sessions, stages = 0, []
+    while not (out / "summary.json").exists():
+        sessions += 1
+        for step in connect(*pair, out, SMALL, device=CPU):
+            if step.note:  # the first one that this session took
+                stages.append(step.stage)
+                break
+    assert stages == ["fit"] * 2 + ["curve"] * 3 + ["line"] * 3 + ["plane"] * 4
+    assert_same_numbers(out, finished[0])
+    assert len(json.loads((out / "environment.json").read_text())) == sessions
+
+
+def test_an_epoch_that_was_not_saved_is_fitted_again(
+    pair: tuple[Path, Path], finished: tuple[Path, list[Step]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*arguments: Any, **options: Any) -> Iterator[FitRecord]:
+        yield next(fit_curve(*arguments, **options))
+        raise KeyboardInterrupt
+
+    fit_curve = connectivity.fit_curve
+    monkeypatch.setattr(connectivity, "fit_curve", killed)
+    with pytest.raises(KeyboardInterrupt):
+        list(connect(*pair, tmp_path / "job", SMALL, device=CPU))
+    monkeypatch.setattr(connectivity, "fit_curve", fit_curve)
+    assert len(table(tmp_path / "job" / "fit.csv")) == 1
+    assert not (tmp_path / "job" / "checkpoints").exists()
+    steps = list(connect(*pair, tmp_path / "job", SMALL, device=CPU))
+    assert [step.done for step in steps if step.stage == "fit"] == [0, 1, 2]
+    assert_same_numbers(tmp_path / "job", finished[0])
+
+
+def test_a_finished_job_is_not_computed_again(
+    pair: tuple[Path, Path], finished: tuple[Path, list[Step]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from runs that have moved: their weights say that they are the same."""
+    out, moved = tmp_path / "job", tmp_path / "moved"
+    shutil.copytree(finished[0], out)
+    shutil.copytree(pair[0], moved)
+    monkeypatch.setattr(connectivity, "Evaluator", None)
+    steps = list(connect(moved, pair[1], out, SMALL, device=CPU))
+    assert [(step.stage, step.done) for step in steps] == [("fit", 2), ("curve", 3), ("line", 3), ("plane", 4)]
+    assert_same_numbers(out, finished[0])
+
+
+# Options.
+
+
+def test_without_a_fit_there_is_the_line_alone(
+    pair: tuple[Path, Path], finished: tuple[Path, list[Step]], tmp_path: Path
+) -> None:
+    out = tmp_path / "line"
+    assert {step.stage for step in connect(*pair, out, replace(SMALL, fit=False), device=CPU)} == {"line"}
+    assert table(out / "profile.csv") == table(finished[0] / "profile.csv")[3:]
+    assert not (out / "plane.csv").exists()
+    assert "straight line" in report(out)
+    assert "fitted curve" not in report(out)
+
+
+def test_the_plane_can_be_measured_on_fewer_examples(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Without a margin the first place of the grid is the start; 200 examples make one batch of 256."""
+    options = replace(SMALL, epochs=1, points=2, margin=0.0, plane_examples=200)
+    for _ in connect(*pair, tmp_path / "job", options, device=CPU):
+        pass
+    model = models.build("small", 10)
+    model.load_state_dict(runs.weights_of(runs.load(pair[0]))[1])
+    inputs, targets = next(iter(data.load("digits", batch_size=256, seed=0).train))
+    loss = torch.nn.functional.cross_entropy(model(inputs), targets).item()
+    assert float(table(tmp_path / "job" / "plane.csv")[0]["train_loss"]) == pytest.approx(loss, rel=1e-4)
+
+
+def test_an_earlier_checkpoint_can_be_joined(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    options = replace(SMALL, fit=False, points=2)
+    for _ in connect(pair[1], pair[1], tmp_path / "job", options, epoch_a=0, device=CPU):
+        pass
+    config = json.loads((tmp_path / "job" / "config.json").read_text())
+    assert (config["epoch_a"], config["epoch_b"]) == (0, 2)
+    first, last = (float(row["train_loss"]) for row in table(tmp_path / "job" / "profile.csv"))
+    assert first > last
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("epochs", 0),
+        ("points", 1),
+        ("grid", 1),
+        ("margin", -1.0),
+        ("lr", 0.0),
+        ("momentum", 1.0),
+        ("batch_size", 0),
+        ("plane_examples", 0),
+        ("schedule", "steep"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{'kind' if option == 'schedule' else option}={value!r}"):
+        Options(**{option: value})
+
+
+# Refusals.
+
+
+def start(a: Path, b: Path, out: Path, options: Options = SMALL, **arguments: Any) -> Step:
+    return next(connect(a, b, out, options, device=CPU, **arguments))
+
+
+def with_recipe(run: Path, copy: Path, **changes: Any) -> Path:
+    shutil.copytree(run, copy)
+    recipe = replace(runs.load(run).recipe, **changes)
+    (copy / "config.json").write_text(json.dumps(recipe.to_dict()))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("model", "vgg16"), ("data", "cifar10"), ("statistics", "cifar"), ("validation", 0.1)]
+)
+def test_runs_that_do_not_belong_together_are_refused(
+    pair: tuple[Path, Path], tmp_path: Path, name: str, other: Any
+) -> None:
+    stranger = with_recipe(pair[1], tmp_path / "stranger", **{name: other})
+    with pytest.raises(ValueError, match=rf"grda has {name}=.* and .*stranger has {name}={other!r}"):
+        start(pair[0], stranger, tmp_path / "job")
+    assert not (tmp_path / "job").exists()
+
+
+def test_networks_of_another_architecture_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    wide = with_recipe(pair[1], tmp_path / "wide")
+    state = runs.weights_of(runs.load(wide))[1]
+    checkpoint.save(wide / "checkpoints", 3, {"model": {**state, "fc2.weight": torch.zeros(10, 65)}})
+    message = r"'fc2\.weight' has shape \(10, 64\) in the network 'small' and \(10, 65\) in .*wide"
+    with pytest.raises(ValueError, match=message):
+        start(pair[0], wide, tmp_path / "job")
+
+
+def test_a_network_is_not_joined_to_itself_nor_to_what_is_not_there(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="hold the same weights"):
+        start(pair[0], pair[0], tmp_path / "job")
+    with pytest.raises(ValueError, match=r"no checkpoint of epoch 7; it has 0, 2"):
+        start(*pair, tmp_path / "job", epoch_b=7)
+    with pytest.raises(FileNotFoundError, match="is not a run"):
+        start(pair[0], tmp_path / "nothing", tmp_path / "job")
+
+
+def test_another_job_and_other_files_are_never_overwritten(
+    pair: tuple[Path, Path], finished: tuple[Path, list[Step]]
+) -> None:
+    out, _ = finished
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(runs.RunExists, match=r"another job: epochs=2 there and 3 here"):
+        start(*pair, out, replace(SMALL, epochs=3))
+    with pytest.raises(runs.RunExists, match=r"network_a='gRDA c=0\.02 μ=0\.7' there and 'SGD' here"):
+        start(pair[1], pair[0], out)
+    for other in (pair[0], out / "figures"):
+        with pytest.raises(runs.RunExists, match="is no job"):
+            start(*pair, other)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_fit_that_diverges_says_what_to_do(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(experiment.Diverged, match=r"diverged in epoch 1 .*lower lr .* another --out"):
+        list(connect(*pair, tmp_path / "job", replace(SMALL, lr=1e20), device=CPU))
+
+
+# Beside the published curves.
+
+
+def test_the_published_curves_have_the_published_barriers() -> None:
+    """The table of barriers in the paper's source, and the 61 points that are shipped, were taken from other files."""
+    vgg = {0.4: 0.0024, 0.51: 0.0041, 0.6: 0.0021, 0.7: 0.0320}
+    wrn = {0.501: 7e-5, 0.55: 1.2e-4, 0.6: 2.9e-4, 0.65: 4.3e-4}
+    for settings, barriers in (
+        ({"data": "cifar10", "model": "vgg16", "c": 5e-4}, vgg),
+        ({"data": "cifar100", "model": "wrn28x10", "c": 1e-3}, wrn),
+    ):
+        for mu, barrier in barriers.items():
+            curve = find(**settings, mu=mu)
+            assert curve is not None
+            assert len(curve.profile.points) == 61
+            assert curve.profile.barrier == pytest.approx(barrier, rel=0.03)
+    assert find(data="cifar10", model="vgg16", c=5e-4, mu=0.55) is None
+
+
+def test_the_published_curve_runs_the_way_of_the_job() -> None:
+    config = {"data": "cifar10", "model": "vgg16", "published": [5e-4, 0.6, False]}
+    there, back = published_curve(config), published_curve({**config, "published": [5e-4, 0.6, True]})
+    assert there is not None
+    assert back is not None
+    assert there.profile.highest.place[0] + back.profile.highest.place[0] == pytest.approx(1)
+    assert there.profile.points[0].train_loss == back.profile.points[-1].train_loss
+    assert published_curve({**config, "published": None}) is None
+
+
+def test_a_job_like_a_published_one_is_reported_beside_it(
+    pair: tuple[Path, Path], finished: tuple[Path, list[Step]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(**settings: Any) -> Any:
+        asked.append(settings)
+        return find(data="cifar10", model="vgg16", c=5e-4, mu=0.6)
+
+    monkeypatch.setattr("dirprune.lab.published.connect.find", answer)
+    shutil.copytree(finished[0], tmp_path / "job")
+    list(connect(*pair, tmp_path / "job", SMALL, device=CPU))
+    before = (tmp_path / "job" / "figures" / "profile.png").read_bytes()
+    draw(tmp_path / "job")
+    assert (tmp_path / "job" / "figures" / "profile.png").read_bytes() != before
+    assert asked[0] == {"data": "digits", "model": "small", "c": 0.02, "mu": 0.7}
+    assert "2.13e-03 0.100" in report(tmp_path / "job")
+    assert "Fitted for 2 epochs, lr 0.02, momentum 0.9; the published curve for 300" in report(tmp_path / "job")
+
+
+if torch.cuda.is_available():
+
+    def test_a_captured_job_measures_what_a_plain_one_does(pair: tuple[Path, Path], tmp_path: Path) -> None:
+        rows = {}
+        for name, execution in (("plain", Execution()), ("captured", Execution(channels_last=True, capture=True))):
+            start = with_recipe(pair[0], tmp_path / f"run-{name}", cuda=execution)
+            list(connect(start, pair[1], tmp_path / name, SMALL, device=torch.device("cuda")))
+            rows[name] = table(tmp_path / name / "profile.csv")
+        for plain, captured in zip(rows["plain"], rows["captured"], strict=True):
+            assert float(captured["train_loss"]) == pytest.approx(float(plain["train_loss"]), rel=0.02)

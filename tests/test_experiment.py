@@ -1,0 +1,301 @@
+"""Whole runs: stopped, killed, damaged, diverged and gone on with, against runs that nothing happened to."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import multiprocessing
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_train import Breaking, numbers
+from torch import nn
+
+from dirprune.lab import checkpoint, experiment, recipes, runs
+from dirprune.lab.checkpoint import CheckpointWarning
+from dirprune.lab.experiment import Diverged, assemble, conduct
+from dirprune.lab.loader import Loader
+from dirprune.lab.recipes import Recipe
+from dirprune.lab.runs import Run
+from dirprune.lab.train import EpochRecord, evaluate
+
+CPU = torch.device("cpu")
+# Four steps an epoch, the last one short.
+SHORT = replace(recipes.get("digits"), epochs=4, batch_size=400, c=0.05, seed=3)
+NOISY = replace(SHORT, model="test_train:noisy")  # dropout and BatchNorm
+RECIPES = {
+    "small-grda": SHORT,
+    "noisy-grda": NOISY,
+    "noisy-sgd": replace(NOISY, optimizer="sgd", momentum=0.9),
+    "noisy-exempt": replace(NOISY, exempt=("bias", "norm"), momentum=0.9, nesterov=True, weight_decay=1e-3),
+}
+
+# What a training process would otherwise import by itself, each time for seconds.
+multiprocessing.set_forkserver_preload(["dirprune.lab.experiment", "sklearn.datasets", "torch._dynamo", "pytest"])
+
+
+def finish(run: Run, **options: Any) -> list[EpochRecord]:
+    return list(conduct(run, device=CPU, **options))
+
+
+def uninterrupted(folder: Path, recipe: Recipe = SHORT) -> Run:
+    run = runs.create(folder, recipe)
+    finish(run)
+    return run
+
+
+def assert_equal(run: Run, other: Run) -> None:
+    """Both ended with the same weights, optimizer state and metrics, bit for bit."""
+    assert [record.epoch for record in run.records()] == list(range(1, run.recipe.epochs + 1))
+    assert numbers(run.records()) == numbers(other.records())
+    (epoch, ours), (other_epoch, theirs) = (checkpoint.latest(each.checkpoints) or (0, {}) for each in (run, other))
+    assert epoch == other_epoch == run.recipe.epochs
+    assert ours["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
+    for state in ours, theirs:
+        del state["optimizer"]["param_groups"]  # torch's comparison knows no strings
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def after(epoch: int) -> Callable[[], bool]:
+    """A wish to stop that comes true after so many epochs."""
+    asked = itertools.count(1)
+    return lambda: next(asked) >= epoch
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_epochs_and_two_more_equal_four(name: str, tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", RECIPES[name])
+    first = finish(run, stopping=after(2))
+    assert [record.epoch for record in first] == [1, 2]
+    assert checkpoint.epochs(run.checkpoints) == [0, 2]
+    second = finish(runs.load(run.folder))
+    assert [record.epoch for record in second] == [3, 4]
+    assert first + second == run.records()
+    assert_equal(run, uninterrupted(tmp_path / "whole", RECIPES[name]))
+    assert len(json.loads((run.folder / "environment.json").read_text())) == 2
+
+    assert finish(run) == []  # a finished run stays as it is
+    assert first + second == run.records()
+
+
+def go_on(folder: Path, until: int) -> None:
+    """Train in a process of its own, never to the end."""
+    torch.set_num_threads(1)
+    for record in conduct(runs.load(folder), device=CPU, save_every=1):
+        if record.epoch == until:
+            signal.pause()
+
+
+def kill_after(folder: Path, epochs: int, delay: float, until: int) -> None:
+    """Start training, and kill it that long after that many epochs are written."""
+    process = multiprocessing.get_context("forkserver").Process(target=go_on, args=(folder, until))
+    process.start()
+    metrics = folder / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < epochs:
+        assert process.is_alive(), "the training ended by itself"
+        time.sleep(0.002)
+    time.sleep(delay)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    recipe = replace(SHORT, epochs=7)
+    run = runs.create(tmp_path / "run", recipe)
+    delays = random.Random(0)
+    for epochs in (1, 3, 5):
+        kill_after(run.folder, epochs, delays.uniform(0, 0.15), until=6)
+    finish(run)
+    assert_equal(run, uninterrupted(tmp_path / "whole", recipe))
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
+        f"epoch-{epoch:04d}.pt{suffix}" for epoch in checkpoint.epochs(run.checkpoints) for suffix in ("", ".sha256")
+    ]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip])
+def test_a_damaged_newest_checkpoint_costs_an_epoch_and_no_more(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", NOISY)
+    finish(run, save_every=1, stopping=after(3))
+    damage(run.checkpoints / "epoch-0003.pt")
+    with pytest.warns(CheckpointWarning, match=r"epoch-0002.pt, the newest checkpoint that is whole:.*epoch-0003.pt"):
+        again = finish(run)
+    assert [record.epoch for record in again] == [3, 4]
+    assert_equal(run, uninterrupted(tmp_path / "whole", NOISY))
+
+
+def test_a_full_disk_loses_nothing_already_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runs.create(tmp_path / "run", NOISY)
+    write = checkpoint._write
+
+    def full(path: Path, content: bytes | memoryview) -> None:
+        if path.name.startswith("epoch-0003.pt."):
+            write(path, content[: len(content) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_write", full)
+        with pytest.raises(OSError, match=r"epoch 3 was not saved \(No space left on device\)"):
+            finish(run, save_every=1)
+    found = checkpoint.latest(run.checkpoints)
+    assert found is not None
+    assert found[0] == 2
+    finish(run)
+    assert_equal(run, uninterrupted(tmp_path / "whole", NOISY))
+
+
+def breaking() -> nn.Module:
+    return Breaking(step=10, value=math.nan)  # the second of four in epoch 3
+
+
+DIVERGING = replace(SHORT, model="test_experiment:breaking", lr=0.01)
+
+
+def test_divergence_says_where_and_what_to_do(tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", DIVERGING)
+    with pytest.raises(Diverged, match="loss became nan in step 2 of epoch 3") as caught:
+        finish(run, save_every=1)
+    message = str(caught.value)
+    path = run.checkpoints / "epoch-0002.pt"
+    assert f"last good checkpoint is {path}." in message
+    assert f"--lr (now {run.recipe.lr}), --c (now {run.recipe.c}) or --mu (now {run.recipe.mu})" in message
+    state = checkpoint.load(path)
+    assert state["epoch"] == 2
+    assert all(value.isfinite().all() for value in state["model"].values())
+    assert [record.epoch for record in run.records()] == [1, 2]
+
+
+def test_divergence_never_names_a_damaged_checkpoint(tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", DIVERGING)
+    finish(run, save_every=1, stopping=after(2))
+    truncate(run.checkpoints / "epoch-0002.pt")
+    with (
+        pytest.warns(CheckpointWarning, match="epoch-0001.pt, the newest"),
+        # The model is new, and counts from epoch 2 on.
+        pytest.raises(Diverged, match=r"epoch 4. The last good checkpoint is .*epoch-0001.pt"),
+    ):
+        finish(run, save_every=10)
+
+
+def test_divergence_never_names_weights_that_are_broken_already(tmp_path: Path) -> None:
+    """One step an epoch, of an enormous rate: the first training loss is finite, the weights after it are not."""
+    run = runs.create(tmp_path / "run", replace(SHORT, optimizer="sgd", batch_size=1438, lr=1e38))
+    with pytest.raises(Diverged, match=r"The last good checkpoint is .*epoch-0000.pt"):
+        finish(run, save_every=1)
+    assert checkpoint.epochs(run.checkpoints) == [0]
+
+
+def test_checkpoints_that_the_recipe_keeps_are_made_and_stay(tmp_path: Path) -> None:
+    every = runs.create(tmp_path / "every", replace(NOISY, epochs=6, keep=(0, 2)))
+    finish(every, save_every=1)
+    assert checkpoint.epochs(every.checkpoints) == [0, 2, 5, 6]
+    rare = runs.create(tmp_path / "rare", replace(NOISY, epochs=6, keep=(1, 2, 3)))
+    finish(rare, save_every=100)
+    assert checkpoint.epochs(rare.checkpoints) == [1, 2, 3, 6]
+
+
+def test_checkpoints_come_by_the_epoch_or_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+
+    def note(folder: Path, epoch: int, state: dict[str, Any]) -> None:
+        saved.append(epoch)
+
+    monkeypatch.setattr(checkpoint, "save", note)
+    monkeypatch.setattr(checkpoint, "prune", lambda folder, keep: None)
+    finish(runs.create(tmp_path / "epochs", replace(NOISY, epochs=7)), save_every=3)
+    assert saved == [0, 3, 6, 7]
+    saved.clear()
+    minutes = itertools.count()
+    monkeypatch.setattr(experiment.time, "monotonic", lambda: 31.0 * next(minutes))  # asked once or twice an epoch
+    finish(runs.create(tmp_path / "clock", replace(NOISY, epochs=6)))
+    assert saved == [0, 2, 4, 6]
+
+
+def test_both_optimizers_start_from_the_same_weights_and_see_the_same_batches() -> None:
+    state = torch.get_rng_state()
+    parts = [assemble(replace(NOISY, optimizer=name), device=CPU, root=None) for name in ("grda", "sgd")]
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(parts[0].model.state_dict(), parts[1].model.state_dict(), rtol=0, atol=0)
+    for ours, theirs in zip(*(each.loaders.train.epoch(2) for each in parts), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    first, other = (
+        assemble(replace(SHORT, seed=seed), device=CPU, root=None).model.get_parameter("conv1.weight")
+        for seed in (1, 2)
+    )
+    assert not torch.equal(first, other)
+
+
+def test_held_out_data_are_what_choices_see(tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", replace(NOISY, validation=0.3, epochs=1))
+    [record] = finish(run)
+    parts = assemble(run.recipe, device=CPU, root=None)
+    parts.model.load_state_dict(runs.weights_of(run)[1])
+    assert parts.loaders.validation is not None
+    assert record.test_loss == evaluate(parts.model, parts.loaders.validation).loss
+    assert record.test_loss != evaluate(parts.model, parts.loaders.test).loss
+
+
+class Watched:
+    """A loader that counts the batches it hands out in training."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.batches = 0
+        self.examples, self.batch_size = loader.examples, loader.batch_size
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def epoch(self, epoch: int) -> Iterator[Any]:
+        for batch in self.loader.epoch(epoch):
+            self.batches += 1
+            yield batch
+
+
+def test_a_watched_loader_is_the_one_trained_on(tmp_path: Path) -> None:
+    watched: list[Watched] = []
+
+    def watch(loader: Loader) -> Loader:
+        watched.append(Watched(loader))
+        return watched[0]
+
+    run = runs.create(tmp_path / "run", NOISY)
+    finish(run, watch=watch)
+    assert [each.batches for each in watched] == [4 * 4]
+    assert_equal(run, uninterrupted(tmp_path / "plain", NOISY))
+
+
+def test_a_run_goes_on_on_another_kind_of_machine(tmp_path: Path) -> None:
+    """Where steps are captured the learning rate is a tensor and SGD is fused; neither may leak out of a checkpoint."""
+    recipe = RECIPES["noisy-sgd"]
+    run = runs.create(tmp_path / "run", recipe)
+    finish(run, stopping=after(2))
+    state = checkpoint.load(run.checkpoints / "epoch-0002.pt")
+    for group in state["optimizer"]["param_groups"]:
+        group.update(lr=torch.tensor(group["lr"]), fused=True)
+    checkpoint.save(run.checkpoints, 2, state)
+    finish(run)
+    assert_equal(run, uninterrupted(tmp_path / "whole", recipe))

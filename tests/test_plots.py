@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import same_color
+from matplotlib.container import BarContainer
+from PIL import Image
+
+from dirprune import SparsityReport, sparsity
+from dirprune.lab import models, plots
+from dirprune.lab.train import EpochRecord
+
+
+def record(epoch: int, accuracy: float, loss: float = 0.1, fraction: float = 0.0) -> EpochRecord:
+    return EpochRecord(
+        epoch=epoch,
+        lr=0.1,
+        train_loss=loss,
+        train_accuracy=accuracy,
+        test_loss=loss,
+        test_accuracy=accuracy,
+        sparsity=fraction,
+        weight_sparsity=fraction,
+        norm_ratio=0.01,
+        train_seconds=1.0,
+        test_seconds=0.1,
+    )
+
+
+def history(accuracies: Sequence[float]) -> list[EpochRecord]:
+    return [record(i + 1, accuracy, 1 / (i + 1), 0.1 * i) for i, accuracy in enumerate(accuracies)]
+
+
+def pruned(fraction: float, model: str = "small") -> SparsityReport:
+    """A network whose every tensor has the first ``fraction`` of its values zero."""
+    network = models.build(model, classes=10)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            flat = parameter.view(-1)
+            flat.fill_(1.0)
+            flat[: round(fraction * len(flat))] = 0
+    return sparsity(network)
+
+
+def labelled(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
+    lines = {str(line.get_label()): line for line in axes.get_lines()}
+    return {
+        label: (np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist())
+        for label, line in lines.items()
+        if not label.startswith("_")
+    }
+
+
+def test_mean_and_std_are_those_of_torch() -> None:
+    values = torch.randn(4, 7, dtype=torch.float64)
+    x, mean, std = plots.mean_and_std([(list(range(7)), row.tolist()) for row in values])
+    assert std is not None
+    assert x.tolist() == list(range(7))
+    torch.testing.assert_close(torch.from_numpy(mean), values.mean(0))
+    torch.testing.assert_close(torch.from_numpy(std), values.std(0, correction=1))
+
+
+def test_mean_covers_what_all_curves_have() -> None:
+    x, mean, std = plots.mean_and_std([([1, 2, 3], [1.0, 2.0, 9.0]), ([2, 1], [4.0, 3.0])])
+    assert std is not None
+    assert (x.tolist(), mean.tolist()) == ([1, 2], [2, 3])
+    assert std == pytest.approx([2**0.5, 2**0.5])
+
+
+def test_one_curve_has_no_band_and_several_have() -> None:
+    _, [axes] = plots.panels(1)
+    plots.draw_spread(axes, [([1, 2], [3.0, 4.0])], label="one")
+    assert len(axes.get_lines()) == 1
+    assert not axes.collections
+    plots.draw_spread(axes, [([1, 2], [3.0, 4.0]), ([1, 2], [5.0, 8.0])], label="two", index=1)
+    assert labelled(axes) == {"one": ([1, 2], [3, 4]), "two": ([1, 2], [4, 6])}
+    assert len(axes.get_lines()) == 1 + 2 + 1
+    [band] = axes.collections
+    edges = band.get_paths()[0].get_extents()
+    assert (edges.ymin, edges.ymax) == pytest.approx((4 - 2**0.5, 6 + 8**0.5))
+
+
+def test_a_published_curve_is_dashed_in_the_colour_of_ours() -> None:
+    _, [axes] = plots.panels(1)
+    plots.draw_spread(axes, [([1, 2], [3.0, 4.0])], label="ours", index=2)
+    plots.draw_published(axes, ([1, 2], [3.5, 4.5]), label="published", index=2)
+    ours, published = axes.get_lines()
+    assert same_color(ours.get_color(), published.get_color())
+    assert ours.get_linestyle() == "-"
+    assert published.is_dashed()
+
+
+def test_settings_differ_in_colour_or_line_style_and_none_is_dashed_like_a_published_one() -> None:
+    looks = {(plots.colour(i), plots.line_style(i)) for i in range(20)}
+    assert len(looks) == 20
+    assert "--" not in {style for _, style in looks}
+
+
+def test_training_curves_show_the_numbers() -> None:
+    figure = plots.training_curves({"SGD": [history([50, 90]), history([60, 80])], "gRDA": [history([40, 70])]})
+    accuracy, zeros, train_loss, test_loss = figure.axes
+    assert labelled(accuracy) == {"SGD": ([1, 2], [55, 85]), "gRDA": ([1, 2], [40, 70])}
+    assert labelled(zeros)["gRDA"] == ([1, 2], [0, 10])
+    assert [axes.get_yscale() for axes in figure.axes] == ["linear", "linear", "log", "log"]
+    assert labelled(train_loss)["gRDA"] == labelled(test_loss)["gRDA"] == ([1, 2], [1, 0.5])
+    assert all(axes.get_xlabel() == "epoch" for axes in figure.axes)
+    assert [axes.get_ylabel().split(" (")[0] for axes in figure.axes] == [
+        "test accuracy",
+        "sparsity",
+        "train loss",
+        "test loss",
+    ]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["SGD", "gRDA"]
+
+
+def test_the_demo_figure_has_two_panels_and_a_seed_without_an_epoch_is_left_out() -> None:
+    figure = plots.accuracy_and_sparsity({"SGD": [history([90]), []], "gRDA": [[]]})
+    assert [list(labelled(axes)) for axes in figure.axes] == [["SGD"], ["SGD"]]
+    assert figure.axes[0].get_lines()[0].get_marker() == "o"  # one point, still visible
+
+
+def test_colours_stay_with_the_setting_when_another_has_no_epoch() -> None:
+    figure = plots.accuracy_and_sparsity({"SGD": [[]], "gRDA": [history([90, 91])]})
+    assert same_color(figure.axes[0].get_lines()[0].get_color(), plots.PALETTE[1])
+
+
+def test_the_first_epochs_do_not_hide_the_others_nor_a_band_the_lines() -> None:
+    accuracies = [10.0] + [90 + 0.1 * i for i in range(39)]
+    figure = plots.trajectories({"SGD": [history(accuracies)]}, (plots.TEST_ACCURACY,))
+    assert figure.axes[0].get_ylim()[0] > 80
+    losses = [[record(1, 50, 1e-3)], [record(1, 50, 1e-3)], [record(1, 50, 1.0)]]  # mean − std is below zero
+    low, high = plots.trajectories({"SGD": losses}, (plots.TEST_LOSS,)).axes[0].get_ylim()
+    assert 1e-4 < low < 1e-3
+    assert 1 < high < 10
+
+
+def test_curves_that_are_zero_or_not_finite_can_be_drawn(tmp_path: Path) -> None:
+    records = [record(1, 50, float("nan")), record(2, 50, 0.0)]
+    figure = plots.training_curves({"SGD": [records]})
+    assert plots.save(figure, tmp_path / "curves.png").stat().st_size > 0
+
+
+def test_layers_stand_in_network_order_with_their_kinds() -> None:
+    figure = plots.layerwise_sparsity({"gRDA": [pruned(0.25), pruned(0.75)], "SGD": [pruned(0.0)]})
+    [axes] = figure.axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        "conv1 · conv 3×3",
+        "conv2 · conv 3×3",
+        "conv3 · conv 3×3",
+        "fc1 · linear",
+        "fc2 · linear",
+    ]
+    low, high = axes.get_ylim()
+    assert low > high  # the first layer at the top
+    grda, sgd = (container for container in axes.containers if isinstance(container, BarContainer))
+    assert [bar.get_width() for bar in grda.patches] == pytest.approx([50.0] * 5)
+    assert [bar.get_width() for bar in sgd.patches] == [0.0] * 5
+    assert grda.errorbar is not None
+    assert sgd.errorbar is None
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "gRDA: 50.0 % of all weights",
+        "SGD: 0.0 % of all weights",
+    ]
+
+
+def test_kinds_of_layers_are_tinted_apart_and_names_of_a_deep_network_do_not_overlap(tmp_path: Path) -> None:
+    figure = plots.layerwise_sparsity({"gRDA": [pruned(0.5, "resnet50")]})
+    plots.save(figure, tmp_path / "layers.png")  # places the labels
+    [axes] = figure.axes
+    labels = axes.get_yticklabels()
+    assert len(labels) == 54
+    pitch = axes.get_position().height * figure.get_figheight() / 54  # inches from name to name
+    assert pitch > 1.2 * float(labels[0].get_fontsize()) / 72
+    tints = {label.get_text().split(" · ")[1]: tint.get_facecolor() for label, tint in _rows(axes)}
+    assert set(tints) == {"conv 7×7", "conv 1×1", "conv 3×3", "linear"}
+    assert len(set(tints.values())) == 4
+
+
+def _rows(axes: Axes) -> list[tuple[matplotlib.text.Text, matplotlib.patches.Patch]]:
+    return list(zip(axes.get_yticklabels(), axes.patches[:54], strict=True))
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    with pytest.raises(ValueError, match="runs holds no epoch"):
+        plots.training_curves({"SGD": [[]]})
+    with pytest.raises(ValueError, match="curves is empty"):
+        plots.mean_and_std([])
+    with pytest.raises(ValueError, match="reports holds no weight"):
+        plots.layerwise_sparsity({})
+    with pytest.raises(ValueError, match="one figure for each network"):
+        plots.layerwise_sparsity({"a": [pruned(0.5)], "b": [pruned(0.5, "wrn10x1")]})
+
+
+def test_saving_makes_the_folder_and_leaves_the_callers_style_alone(tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    figure = plots.accuracy_and_sparsity({"gRDA c=0.01 μ=0.7": [history([90, 91])]})
+    path = plots.save(figure, tmp_path / "figures" / "demo.png")
+    with Image.open(path) as image:
+        assert image.size == (round(2 * plots.PANEL[0] * 200), round(plots.PANEL[1] * 200))
+    assert plots.save(figure, tmp_path / "demo.pdf").read_bytes().startswith(b"%PDF")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", matplotlib.MatplotlibDeprecationWarning)
+        assert dict(matplotlib.rcParams) == before

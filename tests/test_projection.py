@@ -1,0 +1,226 @@
+"""The share of gRDA's difference to SGD in the leading eigenspace: against dense algebra, resumed, and refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.functional import hessian
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+from dirprune.lab import checkpoint, recipes, runs
+from dirprune.lab.direction_plots import projection_figure
+from dirprune.lab.experiment import conduct
+from dirprune.lab.plots import save
+from dirprune.lab.projection import EigenvalueRow, ProjectionRow, project
+from dirprune.lab.published.projection import shares
+from dirprune.lab.runs import Run
+from dirprune.lab.spectrum import Lanczos, Progress, conv_precision, part_of, subject
+from dirprune.lab.tables import OtherSettings, read_rows
+
+CPU = torch.device("cpu")
+TIGHT = Lanczos(examples=200, batch_size=64, tolerance=1e-5)
+
+
+def tiny(classes: int) -> nn.Module:
+    """A network whose Hessian can be written down: 8×8 images through three numbers to the classes; 241 weights."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, classes)
+    )
+
+
+def train(folder: Path, **changes: object) -> Run:
+    recipe = replace(recipes.get("digits"), model="test_projection:tiny", epochs=2, keep=(0, 1, 2), **changes)
+    run = runs.create(folder, recipe)
+    list(conduct(run, device=CPU))
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        "sgd": train(folder / "sgd", optimizer="sgd"),
+        "grda": train(folder / "grda", c=0.02),
+        "other": train(folder / "other", c=0.02, mu=0.55),
+    }
+
+
+def rows_of(events: Iterator[Progress | ProjectionRow]) -> list[ProjectionRow]:
+    return [event for event in events if isinstance(event, ProjectionRow)]
+
+
+def dense_eigenpairs(run: Run, epoch: int, lanczos: Lanczos) -> tuple[torch.Tensor, torch.Tensor]:
+    """The eigenpairs, greatest first, of the training Hessian of the tiny network, written down in float64."""
+    bench = subject(run.recipe, lanczos, device=CPU)
+    bench.load(runs.weights_of(run, epoch)[1])
+    model = bench.model.double().eval()
+    inputs, targets = (torch.cat(part) for part in zip(*bench.curved, strict=True))
+    names = {name: p.detach() for name, p in model.named_parameters()}
+    flat = torch.cat([p.reshape(-1) for p in names.values()])
+
+    def loss(vector: torch.Tensor) -> torch.Tensor:
+        pieces = torch.split(vector, [p.numel() for p in names.values()])
+        weights = {name: piece.view(p.shape) for (name, p), piece in zip(names.items(), pieces, strict=True)}
+        return cross_entropy(functional_call(model, weights, (inputs.double(),)), targets)
+
+    values, vectors = torch.linalg.eigh(hessian(loss, flat))
+    return values.flip(0), vectors.flip(1)
+
+
+def test_shares_are_those_of_a_dense_eigendecomposition(trained: dict[str, Run], tmp_path: Path) -> None:
+    grdas = [trained["grda"], trained["other"]]
+    rows = rows_of(project(trained["sgd"], grdas, tmp_path, k=4, lanczos=TIGHT, device=CPU))
+    assert [(row.epoch, row.run) for row in rows] == [(1, "grda"), (1, "other"), (2, "grda"), (2, "other")]
+    spectrum = read_rows(tmp_path / "eigenvalues.csv", EigenvalueRow)
+    for row in rows:
+        values, vectors = dense_eigenpairs(trained["sgd"], row.epoch, TIGHT)
+        a, b = (runs.weights_of(trained[name], row.epoch)[1] for name in ("sgd", row.run))
+        names = [name for name in a if "running" not in name and "num_batches" not in name]
+        delta = torch.cat([(b[name].double() - a[name].double()).reshape(-1) for name in names])
+        assert row.share == pytest.approx(float((vectors[:, :4].T @ delta).norm() / delta.norm()), rel=1e-3)
+        assert row.random_level == pytest.approx(math.sqrt(4 / 241))
+        assert row.norm_delta == pytest.approx(float(delta.norm()), rel=1e-5)
+        assert row.converged
+        assert row.eigenvectors == 4
+        assert row.examples == pytest.approx(200, abs=5)
+        found = [r.eigenvalue for r in spectrum if r.epoch == row.epoch]
+        assert found == pytest.approx(values[:4].tolist(), rel=1e-4)
+
+
+def test_finished_epochs_are_kept_and_new_runs_are_added(trained: dict[str, Run], tmp_path: Path) -> None:
+    first = list(project(trained["sgd"], [trained["grda"]], tmp_path, k=2, epochs=[2], lanczos=TIGHT, device=CPU))
+    assert any(isinstance(event, Progress) for event in first)
+    again = list(project(trained["sgd"], [trained["grda"]], tmp_path, k=2, epochs=[2], lanczos=TIGHT, device=CPU))
+    assert again == rows_of(iter(first))  # and no product
+    both = [trained["grda"], trained["other"]]
+    rows = rows_of(project(trained["sgd"], both, tmp_path, k=2, lanczos=TIGHT, device=CPU))
+    assert len(rows) == 4
+    assert again[0] in rows
+    assert sorted(read_rows(tmp_path / "projection.csv", ProjectionRow), key=lambda r: (r.epoch, r.run)) == rows
+    with pytest.raises(OtherSettings, match=r"k=2, not k=3"):
+        list(project(trained["sgd"], both, tmp_path, k=3, lanczos=TIGHT, device=CPU))
+
+
+def test_an_interrupted_epoch_is_measured_again(trained: dict[str, Run], tmp_path: Path) -> None:
+    events = project(trained["sgd"], [trained["grda"]], tmp_path, k=2, lanczos=TIGHT, device=CPU)
+    for event in events:
+        if isinstance(event, ProjectionRow):
+            break
+    next(events)
+    events.close()
+    rows = rows_of(project(trained["sgd"], [trained["grda"]], tmp_path, k=2, lanczos=TIGHT, device=CPU))
+    whole = rows_of(project(trained["sgd"], [trained["grda"]], tmp_path / "whole", k=2, lanczos=TIGHT, device=CPU))
+    assert rows == whole
+
+
+def test_not_converging_is_said(trained: dict[str, Run], tmp_path: Path) -> None:
+    hasty = replace(TIGHT, tolerance=1e-9, max_iterations=4)
+    (row,) = rows_of(project(trained["sgd"], [trained["grda"]], tmp_path, k=3, epochs=[2], lanczos=hasty, device=CPU))
+    assert not row.converged
+    assert row.products == 4
+    assert row.residual > 1e-4
+
+
+def altered(run: Run, folder: Path, **changes: object) -> Run:
+    """A copy of a run whose recipe says something else."""
+    copy = runs.create(folder / run.folder.name, replace(run.recipe, **changes))
+    for epoch in checkpoint.epochs(run.checkpoints):
+        checkpoint.save(copy.checkpoints, epoch, checkpoint.load(run.checkpoints / f"epoch-{epoch:04d}.pt"))
+    return copy
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seed": 1}, {"batch_size": 64}, {"lr": 0.05}, {"data": "synthetic"}, {"augment": False}]
+)
+def test_runs_that_do_not_share_their_minibatches_are_refused(
+    trained: dict[str, Run], tmp_path: Path, changes: dict[str, object]
+) -> None:
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"^{name} is"):
+        list(project(trained["sgd"], [altered(trained["grda"], tmp_path, **changes)], tmp_path / "out", device=CPU))
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_from_other_initial_weights_are_refused(trained: dict[str, Run], tmp_path: Path) -> None:
+    moved = altered(trained["grda"], tmp_path)
+    state = checkpoint.load(moved.checkpoints / "epoch-0000.pt")
+    state["model"]["5.bias"][0] += 1e-6
+    checkpoint.save(moved.checkpoints, 0, state)
+    with pytest.raises(ValueError, match=r"initial weights .* differ \(5\.bias\)"):
+        list(project(trained["sgd"], [moved], tmp_path / "out", device=CPU))
+    (moved.checkpoints / "epoch-0000.pt").unlink()  # then the seeds vouch for it
+    lanczos = replace(TIGHT, tolerance=1e-2)
+    assert rows_of(project(trained["sgd"], [moved], tmp_path / "out", k=1, lanczos=lanczos, device=CPU))
+
+
+def test_other_bad_requests_are_refused(trained: dict[str, Run], tmp_path: Path) -> None:
+    sgd, grda = trained["sgd"], trained["grda"]
+    for first, others, message in (
+        (grda, [grda], "the first run must be the SGD run"),
+        (sgd, [sgd], "only the first run is SGD's"),
+        (sgd, [], "grdas is empty"),
+        (sgd, [grda, grda], "two runs of one name"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(project(first, others, tmp_path, device=CPU))
+    with pytest.raises(ValueError, match=r"epochs=\[7\].*they share \[1, 2\]"):
+        list(project(sgd, [grda], tmp_path, epochs=[1, 7], device=CPU))
+    with pytest.raises(ValueError, match="examples=9999, but the training set has 1438"):
+        list(project(sgd, [grda], tmp_path, lanczos=Lanczos(examples=9999), device=CPU))
+    with pytest.raises(ValueError, match="precision='half'"):
+        Lanczos(precision="half")
+
+
+def test_a_part_of_the_data_is_stratified_and_fixed(trained: dict[str, Run]) -> None:
+    loader = subject(trained["sgd"].recipe, Lanczos(), device=CPU).train
+    part, again = part_of(loader, 300), part_of(loader, 300)
+    targets = torch.cat([targets for _, targets in part])
+    assert torch.equal(targets, torch.cat([targets for _, targets in again]))
+    assert part.examples == len(targets)
+    assert abs(len(targets) - 300) <= 5  # rounded in each class
+    whole = torch.cat([targets for _, targets in loader])
+    expected = torch.bincount(whole) * 300 / len(whole)
+    assert (torch.bincount(targets) - expected).abs().max() <= 0.5
+
+
+def test_precision_is_given_back_as_it_was() -> None:
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32)
+    for tf32 in (False, True):
+        with conv_precision(tf32=tf32):
+            assert (cudnn.enabled, cudnn.allow_tf32, matmul.allow_tf32) == (before[0], tf32, False)
+        assert (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32) == before
+
+
+def test_published_shares_are_the_corrected_ones() -> None:
+    vgg, wrn = shares("cifar10", "vgg16"), shares("cifar10", "wrn28x10")
+    assert [run.mu for run in wrn] == [0.501, 0.55, 0.6, 0.65]
+    assert {run.epochs[0] for run in vgg} == {10}
+    assert {run.epochs[-1] for run in vgg} == {600}
+    first, last = [run.shares[0] for run in vgg], [run.shares[-1] for run in vgg]
+    assert (round(min(first), 3), round(max(first), 3)) == (0.037, 0.069)
+    assert (round(min(last), 4), round(max(last), 4)) == (0.0021, 0.0034)
+    assert shares("digits", "small") == []
+
+
+def test_figure_shows_every_run_and_the_random_level(trained: dict[str, Run], tmp_path: Path) -> None:
+    grdas = [trained["grda"], trained["other"]]
+    rows = rows_of(project(trained["sgd"], grdas, tmp_path, k=2, lanczos=TIGHT, device=CPU))
+    figure = projection_figure(rows, shares("cifar10", "vgg16"))
+    (axes,) = figure.axes
+    lines = {str(line.get_label()): line for line in axes.get_lines()}
+    assert axes.get_yscale() == "log"
+    drawn = lines["gRDA c = 0.02, μ = 0.55"].get_ydata()
+    assert list(drawn) == [row.share for row in rows if row.run == "other"]
+    assert lines["a random direction"].get_ydata()[0] == pytest.approx(math.sqrt(2 / 241))
+    assert len(lines["published, μ = 0.6"].get_xdata()) == 16
+    assert save(figure, tmp_path / "figure.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="rows is empty"):
+        projection_figure([])

@@ -1,0 +1,197 @@
+"""Recipes against the published settings."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from dirprune import GRDA
+from dirprune.lab import recipes
+from dirprune.lab.execution import Execution
+from dirprune.lab.experiment import make_optimizer
+from dirprune.lab.recipes import Recipe
+from dirprune.lab.schedules import Schedule
+
+CIFAR: dict[str, Any] = {"batch_size": 128, "lr": 0.1, "schedule": Schedule("constant-linear-constant")}
+VGG: dict[str, Any] = CIFAR | {
+    "model": "vgg16",
+    "epochs": 600,
+    "statistics": "imagenet",
+    "published": {(5e-4, mu) for mu in (0.4, 0.51, 0.6, 0.7)},
+}
+WRN: dict[str, Any] = CIFAR | {
+    "model": "wrn28x10",
+    "epochs": 200,
+    "statistics": "cifar",
+    "published": {(1e-3, mu) for mu in (0.501, 0.55, 0.6, 0.65)},
+}
+IMAGENET: dict[str, Any] = {
+    "data": "imagenet",
+    "model": "resnet50",
+    "batch_size": 256,
+    "lr": 0.1,
+    "statistics": "imagenet",
+}
+# Of ImageNet the settings are those of the figure at a constant rate and of the table of drops.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "vgg16-cifar10": VGG | {"data": "cifar10"},
+    "wrn28x10-cifar10": WRN | {"data": "cifar10"},
+    "wrn28x10-cifar100": WRN | {"data": "cifar100"},
+    "resnet50-imagenet": IMAGENET
+    | {
+        "epochs": 147,
+        "schedule": Schedule("constant"),
+        "published": {(0.005, 0.501), (0.005, 0.51), (0.005, 0.55), (0.01, 0.4)},
+    },
+    "resnet50-imagenet-drop140": IMAGENET
+    | {
+        "epochs": 153,
+        "schedule": Schedule("drop", after=(140,)),
+        "published": {(0.01, 0.4)} | {(0.005, mu) for mu in (0.501, 0.51, 0.55, 0.6, 0.65, 0.7)},
+    },
+    "resnet50-imagenet-every30": IMAGENET
+    | {
+        "epochs": 120,
+        "schedule": Schedule("drop", every=30),
+        "published": {(0.005, mu) for mu in (0.65, 0.7, 0.75, 0.8, 0.85)}
+        | {(0.004, mu) for mu in (0.65, 0.7, 0.75)}
+        | {(0.003, 0.7), (0.003, 0.75), (0.002, 0.75)},
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_recipes_hold_the_published_values(name: str) -> None:
+    recipe, expected = recipes.get(name), PUBLISHED[name]
+    found = {key: getattr(recipe, key) for key in expected}
+    assert found | {"published": set(recipe.published)} == expected
+    assert len(set(recipe.published)) == len(recipe.published)
+    assert (recipe.c, recipe.mu) in recipe.published
+    assert recipe.optimizer == "grda"
+    assert (recipe.momentum, recipe.nesterov, recipe.weight_decay) == (0.0, False, 0.0)
+    assert recipe.exempt == ()  # biases and BatchNorm are thresholded too
+    assert recipe.augment
+    assert recipe.validation == 0.0  # reported on the whole test set, trained on the whole training set
+
+
+def test_every_published_data_set_has_a_short_recipe_for_the_cpu() -> None:
+    names = recipes.names()
+    assert set(PUBLISHED) | {"digits"} < set(names)
+    short = [recipes.get(name) for name in names if name.endswith("-short")]
+    assert {recipe.data for recipe in short} == {"digits", "cifar10", "cifar100"}
+    assert all(recipe.epochs <= 5 for recipe in short)
+    assert all(recipe.published == () for recipe in short)  # nothing published is claimed for them
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_recipe_survives_json(name: str) -> None:
+    recipe = recipes.get(name)
+    assert recipe.name == name
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
+def test_a_recipe_with_every_field_changed_survives_json() -> None:
+    """No field is left at a default by the round trip."""
+    plain = recipes.get("digits")
+    changed = Recipe(
+        name="own",
+        about="all else than digits",
+        data="synthetic",
+        model="vgg16",
+        epochs=7,
+        batch_size=9,
+        optimizer="sgd",
+        lr=0.3,
+        c=0.0,
+        mu=0.9,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=1e-4,
+        exempt=("bias",),
+        schedule=Schedule("drop", after=(2, 4), every=3, warmup=1.5),
+        statistics="cifar",
+        augment=False,
+        validation=0.25,
+        seed=3,
+        keep=(1, 5),
+        published=((0.1, 0.2),),
+        cpu=Execution(precision="bfloat16", compile=True),
+        cuda=Execution(channels_last=True),
+    )
+    assert all(getattr(plain, f.name) != getattr(changed, f.name) for f in fields(Recipe))
+    assert Recipe.from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
+
+
+def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
+    with pytest.raises(ValueError, match="no recipe 'vgg-cifar10'") as caught:
+        recipes.get("vgg-cifar10")
+    assert "Did you mean 'vgg16-cifar10'?" in str(caught.value)
+    assert str(caught.value).endswith(", ".join(recipes.names()))
+    with pytest.raises(ValueError, match="no recipe '§'") as caught:
+        recipes.get("§")
+    assert "Did you mean" not in str(caught.value)
+
+
+def test_a_configuration_of_another_version_is_refused() -> None:
+    with pytest.raises(ValueError, match="has dropout, which this version"):
+        Recipe.from_dict(recipes.get("digits").to_dict() | {"dropout": 0.5})
+
+
+BAD = [
+    ("optimizer", "adam"),
+    ("epochs", 0),
+    ("batch_size", 0),
+    ("lr", 0.0),
+    ("lr", math.nan),
+    ("c", -1e-4),
+    ("c", math.inf),
+    ("mu", 0.0),
+    ("mu", math.nan),
+    ("momentum", 1.0),
+    ("nesterov", True),
+    ("weight_decay", -1e-4),
+    ("validation", 1.0),
+    ("statistics", "mnist"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_bad_values_are_refused_by_name(name: str, value: Any) -> None:
+    changes: dict[str, Any] = {name: value}
+    with pytest.raises(ValueError, match=rf"^{name}={value!r} cannot be used; ".replace("(", r"\(")):
+        replace(recipes.get("digits"), **changes)
+
+
+def test_the_device_decides_how_steps_run() -> None:
+    recipe = recipes.get("vgg16-cifar10")
+    assert recipe.execution("cuda") == Execution(precision="bfloat16", channels_last=True, compile=True, capture=True)
+    assert recipe.execution("cpu") == Execution()
+    with pytest.raises(ValueError, match="precision='float16' is not known; take one of float32, bfloat16"):
+        Execution(precision="float16")
+
+
+def test_the_optimizer_is_made_as_the_recipe_says() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    recipe = replace(recipes.get("digits"), momentum=0.9, nesterov=True, weight_decay=5e-4)
+    cpu = torch.device("cpu")
+    shared = {"lr": recipe.lr, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
+
+    sgd = make_optimizer(replace(recipe, optimizer="sgd"), model, cpu)
+    assert type(sgd) is torch.optim.SGD
+    assert shared.items() <= sgd.param_groups[0].items()
+
+    grda = make_optimizer(recipe, model, cpu)
+    assert type(grda) is GRDA
+    [group] = grda.param_groups  # everything is thresholded alike
+    assert (shared | {"c": recipe.c, "mu": recipe.mu}).items() <= group.items()
+    assert len(group["params"]) == 4
+
+    exempting = make_optimizer(replace(recipe, exempt=("bias", "norm")), model, cpu)
+    thresholded = [p for group in exempting.param_groups if group["c"] for p in group["params"]]
+    assert len(thresholded) == 1
+    assert thresholded[0] is model[0].weight

@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dirprune import sparsity
+from dirprune.lab import checkpoint, models, recipes, runs
+from dirprune.lab.experiment import conduct
+from dirprune.lab.recipes import Recipe
+from dirprune.lab.report import draw, duration, layers, layerwise, report, settings
+from dirprune.lab.runs import Run
+from dirprune.lab.schedules import Schedule
+from dirprune.lab.train import EpochRecord
+
+DIGITS = replace(recipes.get("digits"), epochs=3, c=0.01, mu=0.7)
+
+
+def make_run(folder: Path, recipe: Recipe, accuracies: list[float]) -> Run:
+    """A run as training leaves it, without the training; every epoch takes 2 + 1 seconds, the first 10 + 1."""
+    run = runs.create(folder, recipe)
+    for i, accuracy in enumerate(accuracies):
+        run.append(
+            EpochRecord(
+                epoch=i + 1,
+                lr=0.1,
+                train_loss=1.0,
+                train_accuracy=50.0,
+                test_loss=1 / accuracy,
+                test_accuracy=accuracy,
+                sparsity=accuracy / 200,
+                weight_sparsity=accuracy / 400,
+                norm_ratio=0.01,
+                train_seconds=2.0 if i else 10.0,
+                test_seconds=1.0,
+            )
+        )
+    return run
+
+
+def save_weights(run: Run, epoch: int) -> nn.Module:
+    model = models.build(run.recipe.model, classes=10)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(torch.rand_like(parameter) < 0.5)
+    checkpoint.save(run.checkpoints, epoch, {"epoch": epoch, "model": model.state_dict(), "optimizer": {}})
+    return model
+
+
+class WithBuffer(nn.Module):
+    """A user's model that computes with its values as it is built, and has a buffer of zeros."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = int(torch.linspace(1, 4, 2)[1].item())
+        self.linear = nn.Linear(width, 2)
+        self.register_buffer("mask", torch.zeros(100))
+
+
+def test_seeds_become_one_row_with_mean_and_sample_deviation(tmp_path: Path) -> None:
+    finals = [90.0, 92.0, 97.0]
+    for seed, final in enumerate(finals):
+        make_run(tmp_path / f"g{seed}", replace(DIGITS, seed=seed), [50.0, 80.0, final])
+    make_run(tmp_path / "s", replace(DIGITS, optimizer="sgd"), [50.0, 80.0, 91.0])
+    made = report([tmp_path / name for name in ("g2", "s", "g0", "g1")])
+    grda, sgd = made.rows
+    assert (grda.recipe, grda.optimizer, grda.c, grda.mu) == ("digits", "grda", 0.01, 0.7)
+    assert (grda.epoch, grda.epochs, grda.seeds) == (3, 3, (0, 1, 2))
+    assert grda.test_accuracy is not None
+    assert grda.test_accuracy.mean == pytest.approx(statistics.mean(finals))
+    assert grda.test_accuracy.std == pytest.approx(statistics.stdev(finals))
+    assert grda.sparsity is not None
+    assert grda.sparsity.std == pytest.approx(statistics.stdev(finals) / 200)
+    assert (grda.epoch_seconds, grda.total_seconds) == (2.0, 17.0)
+    assert (sgd.c, sgd.mu, sgd.seeds) == (None, None, (0,))
+    assert sgd.test_accuracy is not None
+    assert sgd.test_accuracy.std is None
+    assert made.notes == ()
+
+
+def test_a_row_prints_percent(tmp_path: Path) -> None:
+    for seed, final in enumerate([90.0, 92.0]):
+        make_run(tmp_path / str(seed), replace(DIGITS, seed=seed), [50.0, 80.0, final])
+    [row] = report([tmp_path / "0", tmp_path / "1"]).rows
+    cells = row.cells()
+    assert cells["setting"] == "gRDA c=0.01 μ=0.7"
+    assert cells["epochs"] == "3/3"
+    assert cells["test accuracy (%)"] == "91.00 ± 1.41"
+    assert cells["sparsity (%)"] == "45.50 ± 0.71"
+    assert cells["weight sparsity (%)"] == "22.75 ± 0.35"
+    assert (cells["s/epoch"], cells["total"]) == ("2", "17.0 s")
+
+
+def test_what_does_not_change_the_numbers_does_not_split_a_group(tmp_path: Path) -> None:
+    dense = replace(DIGITS, optimizer="sgd")
+    make_run(tmp_path / "a", dense, [50.0])
+    make_run(tmp_path / "b", replace(dense, seed=1, c=0.5, mu=0.9, keep=(1,), about="other words"), [60.0])
+    assert [row.seeds for row in report([tmp_path / "a", tmp_path / "b"]).rows] == [(0, 1)]
+
+
+def test_anything_else_does(tmp_path: Path) -> None:
+    changes: list[dict[str, Any]] = [{}, {"c": 0.02}, {"mu": 0.6}, {"lr": 0.2}, {"epochs": 4}, {"augment": False}]
+    for i, change in enumerate(changes):
+        make_run(tmp_path / str(i), replace(DIGITS, seed=i, **change), [50.0])
+    made = report([tmp_path / str(i) for i in range(len(changes))])
+    assert len(made.rows) == len({group.label for group in made.groups}) == len(changes)
+
+
+def test_settings_say_what_differs_and_no_more() -> None:
+    sgd = replace(DIGITS, optimizer="sgd")
+    assert settings([sgd, DIGITS]) == ["SGD", "gRDA c=0.01 μ=0.7"]
+    assert settings([sgd, replace(sgd, schedule=Schedule("drop", after=(1, 2)))]) == [
+        "SGD, schedule=constant-linear-constant",
+        "SGD, schedule=drop/1+2",
+    ]
+    assert settings([sgd, replace(sgd, nesterov=True, exempt=("bias", "norm"), momentum=0.9)]) == [
+        "SGD, momentum=0.0",
+        "SGD, momentum=0.9",
+    ]
+    fast = replace(sgd, cpu=replace(sgd.cpu, precision="bfloat16", compile=True))
+    assert settings([sgd, fast]) == ["SGD, cpu=float32", "SGD, cpu=bfloat16/compile"]
+    assert settings([DIGITS, replace(DIGITS, exempt=("bias",))])[0].endswith("exempt=none")
+
+
+def test_recipes_of_different_names_stand_side_by_side(tmp_path: Path) -> None:
+    wide = replace(recipes.get("wrn10x1-cifar10-short"), optimizer="sgd")
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, recipe in zip(folders, [replace(DIGITS, optimizer="sgd"), wide], strict=True):
+        save_weights(make_run(folder, recipe, [50.0, 60.0]), 2)
+    made = report(folders)
+    assert [group.label for group in made.groups] == ["digits: SGD", "wrn10x1-cifar10-short: SGD"]
+    paths = draw(made, tmp_path / "out")
+    assert [path.name for path in paths] == ["curves.png", "layers-small.png", "layers-wrn10x1.png"]
+    assert all(path.stat().st_size > 0 for path in paths)
+
+
+def test_unfinished_seeds_are_compared_at_the_last_epoch_they_share(tmp_path: Path) -> None:
+    make_run(tmp_path / "done", DIGITS, [50.0, 60.0, 70.0])
+    make_run(tmp_path / "half", replace(DIGITS, seed=1), [52.0, 64.0])
+    make_run(tmp_path / "new", replace(DIGITS, seed=2), [])
+    made = report([tmp_path / "done", tmp_path / "half", tmp_path / "new"])
+    [row] = made.rows
+    assert (row.epoch, row.seeds) == (2, (0, 1))
+    assert row.test_accuracy is not None
+    assert row.test_accuracy.mean == 62.0
+    half, new, shared = made.notes
+    assert "2 of 3 epochs" in half
+    assert f"dirprune resume {tmp_path / 'half'}" in half
+    assert f"{tmp_path / 'new'} has no finished epoch" in new
+    assert "compared at epoch 2" in shared
+
+
+def test_a_run_without_an_epoch_gives_a_row_a_note_and_no_figure(tmp_path: Path) -> None:
+    save_weights(make_run(tmp_path / "new", DIGITS, []), 0)  # the initial weights
+    made = report([tmp_path / "new"])
+    [row] = made.rows
+    assert (row.epoch, row.seeds, row.test_accuracy) == (0, (), None)
+    assert row.cells()["test accuracy (%)"] == "–"
+    assert "no finished epoch" in made.notes[0]
+    assert draw(made) == []
+    assert not (tmp_path / "new" / "figures").exists()
+
+
+def test_notes_warn_of_repeated_seeds_and_of_validation(tmp_path: Path) -> None:
+    held_out = replace(DIGITS, validation=0.1, epochs=1)
+    for name in "ab":
+        make_run(tmp_path / name, held_out, [50.0])
+    repeated, validation = report([tmp_path / "a", tmp_path / "b"]).notes
+    assert "seed 0 occurs more than once" in repeated
+    assert "10% held out of train" in validation
+
+
+def test_a_folder_given_twice_counts_once(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", DIGITS, [50.0])
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert report([tmp_path / "a", tmp_path / "link"]).rows[0].seeds == (0,)
+
+
+def test_machines_read_it(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", DIGITS, [50.0, 80.0, float("nan")])
+    made = report([tmp_path / "a"])
+    [row] = json.loads(json.dumps(made.to_dict(), allow_nan=False))["rows"]
+    assert row["test_accuracy"] == {"mean": None, "std": None}
+    assert row["total_seconds"] == 17.0
+    assert row["runs"] == [str(tmp_path / "a")]
+
+
+def test_layers_count_parameters_and_no_buffers(tmp_path: Path) -> None:
+    recipe = replace(DIGITS, model="wrn10x1")
+    run = make_run(tmp_path / "a", recipe, [50.0])
+    model = save_weights(run, 1)
+    before = torch.get_rng_state()
+    epoch, zeros = layerwise(run)
+    assert epoch == 1
+    assert zeros.to_dict() == sparsity(model).to_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_layers_of_a_users_own_model(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", replace(DIGITS, model="test_report:WithBuffer"), [50.0])
+    save_weights(run, 1)
+    _, zeros = layerwise(run)
+    assert [layer.name for layer in zeros.layers] == ["linear.weight", "linear.bias"]
+    assert [path.name for path in draw(report([run.folder]))] == ["curves.png", "layers.png"]
+
+
+def test_a_model_that_changed_since_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", DIGITS, [50.0])
+    checkpoint.save(run.checkpoints, 1, {"model": {"other.weight": torch.ones(2, 2)}})
+    with pytest.raises(ValueError, match=r"model='small' has conv1\.weight, which the checkpoint"):
+        layerwise(run)
+
+
+def test_layers_say_of_which_epochs_they_are(tmp_path: Path) -> None:
+    for seed, epoch in enumerate([3, 1, 0]):
+        save_weights(make_run(tmp_path / str(seed), replace(DIGITS, seed=seed), [50.0] * epoch), epoch)
+    networks = layers(report([tmp_path / str(seed) for seed in range(3)]))
+    assert list(networks) == ["small"]
+    [(label, reports)] = networks["small"].items()
+    assert label == "gRDA c=0.01 μ=0.7, epochs 1–3"
+    assert len(reports) == 2
+
+
+def test_a_real_run_end_to_end(tmp_path: Path) -> None:
+    recipe = replace(recipes.get("digits-short"), epochs=2)
+    for optimizer in ("sgd", "grda"):
+        run = runs.create(tmp_path / optimizer, replace(recipe, optimizer=optimizer))
+        list(conduct(run, device=torch.device("cpu")))
+    made = report([tmp_path / "sgd", tmp_path / "grda"])
+    [(_, [zeros])] = list(layers(made)["small"].items())[1:]
+    assert made.rows[1].sparsity is not None
+    assert zeros.fraction == pytest.approx(made.rows[1].sparsity.mean)
+    assert zeros.fraction > 0
+    with pytest.raises(ValueError, match="out=None"):
+        draw(made)
+    assert draw(made, tmp_path / "both") == [tmp_path / "both" / "curves.png", tmp_path / "both" / "layers.png"]
+    assert draw(report([tmp_path / "grda"]))[0] == tmp_path / "grda" / "figures" / "curves.png"
+
+
+def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is not a run"):
+        report([tmp_path])
+    with pytest.raises(ValueError, match="folders is empty"):
+        report([])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (59.94, "59.9 s"), (59.96, "1 min 0 s"), (3599.6, "1 h 0 min"), (7500, "2 h 5 min")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,333 @@
+"""The published numbers, the ledger of our runs, and the comparison of the two."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dirprune.lab import ledger, published, recipes, reproduce, reproduction_page, runs
+from dirprune.lab.published import Estimate, PublishedCell, Setting
+from dirprune.lab.recipes import Recipe
+from dirprune.lab.train import EpochRecord
+
+VGG = recipes.get("vgg16-cifar10")
+WRN = recipes.get("wrn28x10-cifar100")
+MU6 = Setting("vgg16-cifar10", "grda", 5e-4, 0.6)
+
+
+def record(epoch: int, **values: float) -> EpochRecord:
+    given = {
+        "lr": 0.1,
+        "train_loss": 1 / 3,
+        "train_accuracy": 90.0,
+        "test_loss": 0.5,
+        "test_accuracy": 87.0,
+        "sparsity": 0.4,
+        "weight_sparsity": 0.41,
+        "norm_ratio": 4e-4,
+        "train_seconds": 1.0,
+        "test_seconds": 0.1,
+    }
+    return EpochRecord(epoch=epoch, **{**given, **values})
+
+
+def make_run(folder: Path, recipe: Recipe, records: list[EpochRecord]) -> Path:
+    run = runs.create(folder, recipe)
+    for line in records:
+        run.append(line)
+    session = {"time": "2030-01-01T00:00:00Z", "command": "dirprune train x", "commit": "abc1234"}
+    sessions = [{**session, "torch": "2.6", "device": name} for name in ("GPU one", "GPU two", "GPU one")]
+    (folder / "environment.json").write_text(json.dumps(sessions))
+    return folder
+
+
+def published_cell(setting: Setting, metric: str, epoch: int) -> PublishedCell:
+    [cell] = [c for c in published.cells() if (c.setting, c.metric, c.epoch) == (setting, metric, epoch)]
+    return cell
+
+
+def our_cell(results: Path, setting: Setting, metric: str, epoch: int) -> reproduce.Cell:
+    [cell] = [
+        c
+        for c in reproduce.compare(results)
+        if (c.published.setting, c.published.metric, c.published.epoch) == (setting, metric, epoch)
+    ]
+    return cell
+
+
+# The published numbers
+
+
+@pytest.mark.parametrize(
+    ("setting", "metric", "epoch", "mean", "std"),
+    [
+        (MU6, "sparsity", 200, 79.6367, 0.2028),
+        (MU6, "test_accuracy", 600, 90.82, 0.24),
+        (Setting("vgg16-cifar10", "sgd"), "train_loss", 1, 2.1797, 0.0859),
+        (Setting("vgg16-cifar10", "grda", 5e-4, 0.7), "test_accuracy", 600, 90.64, 0.22),
+        (Setting("wrn28x10-cifar10", "grda", 1e-3, 0.55), "sparsity", 200, 94.7444, 0.0367),
+        (Setting("wrn28x10-cifar100", "grda", 1e-3, 0.501), "test_accuracy", 200, 76.916, 0.1894),
+    ],
+)
+def test_cells_are_those_of_the_paper(setting: Setting, metric: str, epoch: int, mean: float, std: float) -> None:
+    paper = published_cell(setting, metric, epoch).paper
+    assert paper.mean == pytest.approx(mean, abs=5e-3)
+    assert paper.std == pytest.approx(std, abs=5e-3)
+
+
+def test_the_tables_are_whole() -> None:
+    cells = published.cells()
+    assert len(cells) == len({(c.setting, c.metric, c.epoch) for c in cells}) == 450
+    for experiment in published.EXPERIMENTS:
+        recipe = recipes.get(experiment)
+        settings = published.settings(experiment)
+        assert {(s.c, s.mu) for s in settings if s.optimizer == "grda"} == set(recipe.published)
+        assert sum(s.optimizer == "sgd" for s in settings) == 1
+        assert max(c.epoch for c in cells if c.setting.experiment == experiment) == recipe.epochs
+
+
+def test_the_column_of_wrn_printed_epoch_1_is_epoch_2() -> None:
+    for cell in published.cells():
+        moved = cell.setting.experiment.startswith("wrn") and cell.printed_epoch == 1
+        assert cell.epoch == (2 if moved else cell.printed_epoch)
+
+
+def test_a_sample_std_is_the_population_std_corrected() -> None:
+    """WRN's cells use all ten runs, so the two stds are of the same numbers, up to printing."""
+    cells = [cell for cell in published.cells() if cell.setting.experiment.startswith("wrn")]
+    printed = np.array([cell.paper.std for cell in cells])
+    sample = np.array([cell.comparable.std for cell in cells])
+    assert {cell.comparable.n for cell in cells} == {10}
+    np.testing.assert_allclose(sample * math.sqrt(9 / 10), printed, atol=6e-5)
+
+
+def test_comparable_runs_leave_out_what_was_measured_otherwise_and_the_run_that_diverged() -> None:
+    diverged = Setting("vgg16-cifar10", "grda", 5e-4, 0.7)
+    assert published_cell(MU6, "train_loss", 50).comparable.n == 5
+    assert published_cell(MU6, "test_loss", 50).comparable.n == 10
+    end = published_cell(diverged, "test_accuracy", 600)
+    assert (end.every.n, end.comparable.n) == (10, 9)
+    assert end.every.mean == pytest.approx((9 * end.comparable.mean + 10.0) / 10, abs=1e-3)  # it guessed: 10%
+
+
+@pytest.mark.parametrize("experiment", published.EXPERIMENTS)
+def test_bands_pass_through_the_cells(experiment: str) -> None:
+    bands = published.bands(experiment)
+    for cell in published.cells():
+        if cell.setting.experiment == experiment:
+            band = bands[cell.setting, cell.metric]
+            at = band.epochs.index(cell.epoch)
+            assert band.mean[at] == pytest.approx(cell.comparable.mean, rel=1e-4)
+            assert band.std[at] == pytest.approx(cell.comparable.std, rel=6e-3)
+            assert band.low[at] <= band.mean[at] * 1.0001
+            assert band.high[at] >= band.mean[at] * 0.9999
+
+
+def test_bands_of_another_experiment_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"experiment='digits' was not published"):
+        published.bands("digits")
+
+
+def test_figure_2_starts_alike_and_stays_above_its_bound() -> None:
+    curves = published.norm_ratios()
+    assert {curve.parameters for curve in curves} == {15_245_130, 36_546_980}
+    for curve in curves:
+        assert min(curve.ratios) > curve.parameters**-0.5
+        other = next(c for c in curves if c.parameters == curve.parameters and c is not curve)
+        assert (curve.epochs[0], curve.ratios[0]) == (0, other.ratios[0])
+
+
+def test_costs_are_those_of_the_paper() -> None:
+    ratios = {}
+    costs = {(cost.model, cost.optimizer): cost for cost in published.costs()}
+    for model in ("resnet50", "vgg16", "wrn28x10"):
+        ratios[model] = round(100 * costs[model, "grda"].ms / costs[model, "sgd"].ms - 100)
+    assert ratios == {"resnet50": 16, "vgg16": 42, "wrn28x10": 11}
+    assert costs["wrn28x10", "grda"].peak_mib - costs["wrn28x10", "sgd"].peak_mib == 288
+
+
+# The ledger
+
+
+def test_collecting_keeps_six_digits_and_the_circumstances(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", replace(VGG, seed=3), [record(1), record(2)])
+    assert ledger.collect([run], tmp_path / "results") == ["vgg16-cifar10/grda-c0.0005-mu0.6/seed3"]
+    [found] = ledger.read(tmp_path / "results")
+    assert found.epochs[1].train_loss == 0.333333
+    assert (found.epochs[1].epoch, found.epochs[1].dataset, found.epochs[1].model) == (2, "cifar10", "vgg16")
+    entry = found.entry
+    assert (entry.epochs_done, entry.epochs, entry.complete, entry.departs) == (2, 600, "no", "")
+    assert (entry.hardware, entry.torch, entry.commit) == ("GPU one; GPU two", "2.6", "abc1234")
+    header = (tmp_path / "results" / "trajectories.csv").read_text().splitlines()[0]
+    assert header == (
+        "run,dataset,model,optimizer,c,mu,seed,epoch,lr,train_loss,train_accuracy,test_loss,test_accuracy,"
+        "sparsity,weight_sparsity,norm_ratio,train_seconds,test_seconds"
+    )
+
+
+def test_collecting_twice_changes_nothing(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    folders = [
+        make_run(tmp_path / "a", VGG, [record(1)]),
+        make_run(tmp_path / "b", replace(WRN, optimizer="sgd"), [record(1)]),
+    ]
+    ledger.collect(folders, results)
+    before = {path.name: path.read_bytes() for path in results.iterdir()}
+    ledger.collect(folders[:1], results)
+    ledger.collect(folders, results)
+    assert {path.name: path.read_bytes() for path in results.iterdir()} == before
+    assert set(before) == {"ledger.csv", "trajectories.csv"}
+
+
+def test_a_longer_version_of_a_run_replaces_the_shorter_one(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    short = make_run(tmp_path / "short", VGG, [record(1)])
+    long = make_run(tmp_path / "long", VGG, [record(1), record(2, test_loss=0.25)])
+    other = make_run(tmp_path / "other", replace(VGG, seed=1), [record(1)])
+    ledger.collect([short, other], results)
+    assert len(ledger.collect([long], results)) == 1
+    assert ledger.collect([short], results) == []
+    first, second = ledger.read(results)
+    assert [epoch.test_loss for epoch in first.epochs] == [0.5, 0.25]
+    assert second.entry.seed == 1
+
+
+def test_a_folder_that_is_no_run_leaves_the_ledger_as_it_was(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    ledger.collect([make_run(tmp_path / "run", VGG, [record(1)])], results)
+    before = (results / "ledger.csv").read_bytes()
+    with pytest.raises(FileNotFoundError, match="is not a run"):
+        ledger.collect([make_run(tmp_path / "two", replace(VGG, seed=2), []), tmp_path], results)
+    assert (results / "ledger.csv").read_bytes() == before
+
+
+# The comparison
+
+
+def test_deviation_is_in_stds() -> None:
+    assert reproduce.deviation(79.4339, Estimate(79.6367, 0.2028, 9)) == pytest.approx(-1.0)
+    assert reproduce.deviation(5.18, Estimate(5.19, 0.0, 9)) is None
+    assert reproduce.deviation(math.nan, Estimate(5.19, 0.1, 9)) is None
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_chance_is_how_often_runs_of_the_same_kind_lie_that_far(n: int) -> None:
+    rng = np.random.default_rng(0)
+    theirs, ours = rng.normal(size=(1500, 5)), rng.normal(size=(1500, n)).mean(axis=1)
+    estimates = [Estimate(row.mean(), row.std(ddof=1), 5) for row in theirs]
+    chances = np.array([reproduce.chance(mean, n, e) for mean, e in zip(ours, estimates, strict=True)], dtype=float)
+    for share in (0.1, 0.5, 0.9):  # a p-value is uniform
+        assert np.mean(chances < share) == pytest.approx(share, abs=0.04)
+
+
+def test_without_results_every_cell_is_missing(tmp_path: Path) -> None:
+    cells = reproduce.compare(tmp_path)
+    assert len(cells) == 450
+    assert all(cell.missing and cell.deviation is None and cell.chance is None for cell in cells)
+    assert len(reproduce.missing(cells)) == 15
+    assert "0 of 450 published cells" in reproduce.text(cells)
+
+
+def test_seeds_are_averaged_and_compared_in_the_paper_s_units(tmp_path: Path) -> None:
+    folders = [
+        make_run(tmp_path / str(seed), replace(VGG, seed=seed), [record(200, sparsity=value)])
+        for seed, value in ((0, 0.795), (1, 0.799))
+    ]
+    ledger.collect(folders, tmp_path / "results")
+    cell = our_cell(tmp_path / "results", MU6, "sparsity", 200)
+    assert len(cell.ours) == 2
+    assert cell.mean == pytest.approx(79.7)
+    assert cell.deviation == pytest.approx((79.7 - 79.6367) / 0.2028)
+    assert cell.honest_deviation == pytest.approx((79.7 - 79.622) / 0.2080, abs=5e-3)
+
+
+def test_an_unfinished_run_counts_as_far_as_it_came(tmp_path: Path) -> None:
+    ledger.collect([make_run(tmp_path / "run", VGG, [record(1), record(50)])], tmp_path / "results")
+    assert not our_cell(tmp_path / "results", MU6, "test_loss", 50).missing
+    assert our_cell(tmp_path / "results", MU6, "test_loss", 100).missing
+    gaps = reproduce.missing(reproduce.compare(tmp_path / "results"))
+    assert "vgg16-cifar10, gRDA μ=0.6: epochs 100, 200, 300, 600" in gaps
+
+
+@pytest.mark.parametrize("change", [{"epochs": 200}, {"momentum": 0.9}, {"lr": 0.05}, {"c": 1e-3}])
+def test_a_run_that_departs_from_the_publication_is_no_reproduction(tmp_path: Path, change: dict[str, Any]) -> None:
+    ledger.collect([make_run(tmp_path / "run", replace(VGG, **change), [record(50)])], tmp_path / "results")
+    assert all(cell.missing for cell in reproduce.compare(tmp_path / "results"))
+    [line] = [line for line in reproduction_page.page(tmp_path / "results").splitlines() if "/seed0" in line]
+    assert "| no: " in line
+
+
+def test_a_departing_run_does_not_replace_the_faithful_one(tmp_path: Path) -> None:
+    faithful = make_run(tmp_path / "a", VGG, [record(1)])
+    short = make_run(tmp_path / "b", replace(VGG, epochs=50), [record(1), record(50)])
+    ledger.collect([faithful, short], tmp_path / "results")
+    assert [found.entry.departs for found in ledger.read(tmp_path / "results")] == ["", "epochs=50"]
+    assert our_cell(tmp_path / "results", MU6, "test_loss", 1).ours == (0.5,)
+
+
+def test_what_the_seeds_do_not_explain_is_listed(tmp_path: Path) -> None:
+    near = published_cell(MU6, "test_accuracy", 300).comparable
+    line = record(300, sparsity=0.5, test_accuracy=near.mean + near.std)
+    ledger.collect([make_run(tmp_path / "run", VGG, [line])], tmp_path / "results")
+    odd = [cell.published.metric for cell in reproduce.surprising(reproduce.compare(tmp_path / "results"))]
+    assert "sparsity" in odd
+    assert "test_accuracy" not in odd
+
+
+# The page
+
+
+def test_the_page_shows_ours_beside_the_paper_s(tmp_path: Path) -> None:
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    folders = [
+        make_run(tmp_path / "vgg", VGG, [record(1), record(200, sparsity=0.7943)]),
+        make_run(tmp_path / "wrn", replace(WRN, optimizer="sgd"), [record(2, sparsity=0.0), record(200)]),
+    ]
+    ledger.collect(folders, results)
+    (results / "bench.csv").write_text(
+        "model,batch_size,optimizer,ms,floor_ms,peak_mib,hardware,torch,commit\n"
+        "vgg16,128,sgd,1.2,0.3,500,H200,2.11,abc\nvgg16,128,grda,1.5,0.3,560,H200,2.11,abc\n"
+    )
+    text = reproduction_page.write_page(results, docs).read_text(encoding="utf-8")
+    assert "**79.430**<br>79.637 ± 0.203: −1.0σ<br>79.622 ± 0.208: −0.9σ" in text
+    assert "| vgg16 | 128 | grda | 30.3 | 1.42 | 1809 | 1.5 | 1.25 | 0.3 | 20% | 560 |" in text
+    assert "| wrn28x10-cifar100 | SGD | 200 | 4.000e-04 | 3.434e-04 | 1.654e-04 |" in text
+    assert "wrn28x10-cifar10, gRDA μ=0.55: no run yet" in text
+    assert "2 of 600 | as far as it came" in text
+    figures = {path.name for path in (docs / "figures").iterdir()}
+    assert all(f"(figures/{name})" in text for name in figures)
+    assert text.count("](figures/") == len(figures) == 4
+
+
+def test_a_page_without_runs_says_so(tmp_path: Path) -> None:
+    text = reproduction_page.page(tmp_path)
+    assert "0 of 450 published cells have a run of ours." in text
+    assert "No run yet." in text
+    assert "Ours are not measured yet" in text
+    assert re.search(r"\dσ", text) is None
+
+
+def test_the_page_s_tables_are_rectangular(tmp_path: Path) -> None:
+    ledger.collect([make_run(tmp_path / "run", VGG, [record(1)])], tmp_path / "results")
+    blocks = [block for block in reproduction_page.page(tmp_path / "results").split("\n\n") if block.startswith("|")]
+    assert len(blocks) == 1 + 3 * 5 + 1 + 1 + 1  # in short, five metrics an experiment, Figure 2, costs, ledger
+    for block in blocks:
+        assert len({line.count("|") for line in block.splitlines()}) == 1
+
+
+def test_the_text_for_the_terminal_names_what_there_is_and_what_is_missing(tmp_path: Path) -> None:
+    ledger.collect([make_run(tmp_path / "run", VGG, [record(200, sparsity=0.79434)])], tmp_path / "results")
+    text = reproduce.text(reproduce.compare(tmp_path / "results"))
+    [line] = [line for line in text.splitlines() if line.split()[:1] == ["sparsity"]]
+    assert line.split() == [
+        *("sparsity", "200", "79.4340", "1", "79.6367", "±", "0.2028", "−1.0σ"),
+        *("79.6220", "±", "0.2080", "(10)", "−0.9σ"),
+    ]
+    assert "missing: vgg16-cifar10, gRDA μ=0.6: epochs 1, 50, 100, 300, 600" in text

@@ -1,0 +1,204 @@
+"""Run directories."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import dirprune
+from dirprune.lab import checkpoint, recipes, runs
+from dirprune.lab.runs import Run, RunExists
+from dirprune.lab.train import EpochRecord
+
+CPU = torch.device("cpu")
+
+
+def record(epoch: int) -> EpochRecord:
+    return EpochRecord(
+        epoch=epoch,
+        lr=0.1 / 3,
+        train_loss=1 / epoch,
+        train_accuracy=10.0 * epoch,
+        test_loss=2 / epoch,
+        test_accuracy=9.0 * epoch,
+        sparsity=0.1 * epoch,
+        weight_sparsity=0.11 * epoch,
+        norm_ratio=0.007,
+        train_seconds=1.5,
+        test_seconds=0.25,
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run of three epochs."""
+    run = runs.create(tmp_path / "deep" / "run", recipes.get("digits"))
+    for epoch in (1, 2, 3):
+        run.append(record(epoch))
+    return run
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_config_comes_back(name: str, tmp_path: Path) -> None:
+    recipe = replace(recipes.get(name), seed=3, keep=(1, 5))
+    created = runs.create(tmp_path / "run", recipe)
+    assert runs.load(tmp_path / "run") == created == Run(tmp_path / "run", recipe)
+
+
+def test_an_existing_folder_is_never_overwritten(run: Run, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in run.folder.iterdir()}
+    with pytest.raises(
+        RunExists, match=r"never overwritten; go on with `dirprune resume .*run`, or give another --out"
+    ):
+        runs.create(run.folder, recipes.get("digits-short"))
+    assert {path: path.read_bytes() for path in run.folder.iterdir()} == before
+
+    file = tmp_path / "file"
+    file.write_text("notes")
+    with pytest.raises(RunExists):
+        runs.create(file, recipes.get("digits"))
+    assert file.read_text() == "notes"
+
+
+def test_an_empty_folder_may_become_a_run(tmp_path: Path) -> None:
+    assert runs.create(tmp_path, recipes.get("digits")).records() == []
+
+
+def test_a_default_name_tells_settings_apart_and_is_never_taken_twice(tmp_path: Path) -> None:
+    recipe = recipes.get("vgg16-cifar10")
+    others = [
+        replace(recipe, seed=1),
+        replace(recipe, c=1e-3),
+        replace(recipe, mu=0.7),
+        replace(recipe, optimizer="sgd"),
+    ]
+    assert len({runs.default_name(each) for each in (recipe, *others)}) == 5
+    assert runs.default_name(recipe) == "vgg16-cifar10-grda-c0.0005-mu0.6-s0"
+    made = [runs.create(runs.unused(tmp_path / "v1.5"), recipe).folder.name for _ in range(3)]
+    assert made == ["v1.5", "v1.5-2", "v1.5-3"]
+
+
+def test_what_is_not_a_run_is_refused(run: Run, tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(FileNotFoundError, match=r"is not a run: it has no config.json; `dirprune train` makes one"):
+            runs.load(folder)
+    config = run.folder / "config.json"
+    values = json.loads(config.read_text())
+    for text in ("{", "[]", json.dumps({"name": "digits"}), json.dumps(values | {"schedule": "constant"})):
+        config.write_text(text)
+        with pytest.raises(ValueError, match=r"config.json cannot be read as a recipe"):
+            runs.load(run.folder)
+    config.write_text(json.dumps(values | {"mu": -1}))
+    with pytest.raises(ValueError, match="mu=-1 cannot be used"):
+        runs.load(run.folder)
+
+
+def test_records_come_back_exactly(run: Run) -> None:
+    assert run.records() == [record(1), record(2), record(3)]
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [record(epoch).to_dict() for epoch in (1, 2, 3)]
+
+
+def test_a_last_line_cut_anywhere_does_not_count(run: Run) -> None:
+    path = run.folder / "metrics.jsonl"
+    whole = path.read_bytes()
+    last = whole.rindex(b"\n", 0, -1) + 1
+    for length in range(last, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert run.records() == [record(1), record(2)]
+    path.write_bytes(whole[:-1])  # only the newline is missing: the record is whole
+    assert run.records() == [record(1), record(2), record(3)]
+
+
+def test_a_damaged_line_before_the_last_is_an_error(run: Run) -> None:
+    path = run.folder / "metrics.jsonl"
+    for damage in ("{", '{"epoch": 1}'):
+        path.write_text("\n".join([damage, *path.read_text().splitlines()[1:]]) + "\n")
+        with pytest.raises(ValueError, match=r"metrics.jsonl holds a line that is not an epoch record"):
+            run.records()
+
+
+def test_rewinding_forgets_later_records_and_a_cut_line(run: Run) -> None:
+    path = run.folder / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    run.rewind(2)
+    run.append(record(3))
+    assert run.records() == [record(1), record(2), record(3)]
+    run.rewind(1)
+    assert run.records() == [record(1)]
+    run.rewind(0)
+    assert path.read_text() == ""
+    assert sorted(entry.name for entry in run.folder.iterdir()) == ["config.json", "metrics.jsonl"]
+
+
+def test_a_failed_rewind_loses_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, text: str) -> int:
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        run.rewind(1)
+    assert run.records() == [record(1), record(2), record(3)]
+
+
+def test_environment_says_what_ran_where(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert run.sessions() == []
+    assert run.last_root() is None
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/dirprune", "train", "digits", "--out", "my run"])
+    run.note_session(CPU, world_size=1, root=tmp_path / "sets" / ".." / "data")
+    assert run.last_root() == tmp_path.resolve() / "data"
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/dirprune", "resume", "my run"])
+    run.note_session(CPU, world_size=2)
+    assert run.last_root() is None
+    first, second = json.loads((run.folder / "environment.json").read_text())
+    assert [first, second] == run.sessions()
+    assert first["command"] == "dirprune train digits --out 'my run'"
+    assert second["command"] == "dirprune resume 'my run'"
+    assert (first["processes"], second["processes"]) == (1, 2)
+    versions = (dirprune.__version__, torch.__version__, platform.python_version())
+    assert (first["dirprune"], first["torch"], first["python"]) == versions
+    assert first["device"] == f"{platform.machine()} CPU"
+    assert first["platform"] == platform.platform()
+    assert first["threads"] == torch.get_num_threads()
+    assert first["time"].endswith("Z")
+    assert first["commit"] == runs.commit()
+
+
+def test_commit_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    package = tmp_path / "package" / "lab"
+    package.mkdir(parents=True)
+    source = package / "runs.py"
+    source.write_text("")
+    monkeypatch.setattr(runs, "__file__", str(source))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert runs.commit() == ""  # not a repository
+    git("init", "-q")
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-qm", "first")
+    head = git("rev-parse", "--short", "HEAD")
+    assert runs.commit() == head
+    (tmp_path / "notes").write_text("a file beside the source changes nothing")
+    assert runs.commit() == head
+    source.write_text("changed = True\n")
+    assert runs.commit() == head + "+"
+
+
+def test_weights_of_the_newest_or_of_a_given_epoch(run: Run) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no checkpoint yet; `dirprune resume"):
+        runs.weights_of(run)
+    for epoch in (1, 2):
+        checkpoint.save(run.checkpoints, epoch, {"model": {"w": torch.full((2,), float(epoch))}})
+    assert runs.weights_of(run)[0] == 2
+    epoch, state = runs.weights_of(run, epoch=1)
+    assert epoch == 1
+    assert state["w"].tolist() == [1.0, 1.0]

@@ -1,0 +1,165 @@
+"""One-shot pruning of a trained run: against pruning written out anew, resumed, and refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import prune
+
+from dirprune.lab import recipes, runs
+from dirprune.lab.direction_plots import score_figure
+from dirprune.lab.experiment import conduct
+from dirprune.lab.plots import save
+from dirprune.lab.runs import Run
+from dirprune.lab.scoring import ScoreRow, SpectrumRow, directional_pruner, score, smallest_pruner
+from dirprune.lab.spectrum import Lanczos, Progress, subject
+from dirprune.lab.tables import OtherSettings, read_rows
+
+CPU = torch.device("cpu")
+QUICK = Lanczos(examples=300, batch_size=100)
+GRID = (0.0, 0.3, 0.6)
+
+
+def tiny(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, classes))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    recipe = replace(recipes.get("digits"), model="test_scoring:tiny", epochs=2, optimizer="sgd")
+    made = runs.create(tmp_path_factory.mktemp("runs") / "sgd", recipe)
+    list(conduct(made, device=CPU))
+    return made
+
+
+def measure(run: Run, out: Path, **options: object) -> list[ScoreRow]:
+    given = {"ks": (0, 5), "sparsities": GRID, "samples": 20, "lanczos": QUICK, "device": CPU, **options}
+    return rows_of(score(run, out, **given))
+
+
+def rows_of(events: Iterator[Progress | ScoreRow]) -> list[ScoreRow]:
+    return [event for event in events if isinstance(event, ScoreRow)]
+
+
+def trained(run: Run) -> nn.Module:
+    bench = subject(run.recipe, QUICK, device=CPU)
+    bench.load(runs.weights_of(run)[1])
+    return bench.model.eval()
+
+
+def losses(run: Run, model: nn.Module) -> tuple[float, float]:
+    """Training loss and test accuracy, in one batch."""
+    bench = subject(run.recipe, Lanczos(batch_size=2000), device=CPU)
+    (train,), (test,) = bench.train, bench.test
+    with torch.no_grad():
+        right = (model(test[0]).argmax(1) == test[1]).double().mean()
+        return float(cross_entropy(model(train[0]), train[1])), 100 * float(right)
+
+
+def test_magnitude_pruning_is_torchs_own(run: Run, tmp_path: Path) -> None:
+    rows = [row for row in measure(run, tmp_path, ks=(0,)) if row.method == "magnitude"]
+    assert [row.wanted for row in rows] == list(GRID)
+    for row in rows:
+        model = trained(run)
+        targets = [(m, name) for m in model.modules() for name, _ in m.named_parameters(recurse=False)]
+        count = math.ceil(row.wanted * sum(p.numel() for p in model.parameters()) - 1e-6)
+        prune.global_unstructured(targets, prune.L1Unstructured, amount=count)
+        train_loss, test_accuracy = losses(run, model)
+        assert row.train_loss == pytest.approx(train_loss, rel=1e-4)
+        assert row.test_accuracy == pytest.approx(test_accuracy)
+        assert row.sparsity == pytest.approx(row.wanted, abs=0.01)
+
+
+def test_without_eigenvectors_it_is_soft_thresholding(run: Run, tmp_path: Path) -> None:
+    rows = [row for row in measure(run, tmp_path, ks=(0,)) if row.method == "directional"]
+    for row in rows:
+        model = trained(run)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(nn.functional.softshrink(parameter, row.lam))
+        assert row.train_loss == pytest.approx(losses(run, model)[0], rel=1e-3)
+        assert row.sparsity == pytest.approx(row.wanted, abs=0.01)
+
+
+def test_all_methods_agree_on_the_unpruned_network_and_eigenvectors_lower_the_loss(run: Run, tmp_path: Path) -> None:
+    rows = measure(run, tmp_path, ks=(0, 5, 40), lanczos=replace(QUICK, examples=None, tolerance=1e-6))
+    assert len({row.train_loss for row in rows if row.wanted == 0}) == 1
+    directional = {row.k: row.train_loss for row in rows if row.method == "directional" and row.wanted == 0.3}
+    assert directional[40] < directional[0]
+    spectrum = read_rows(tmp_path / "eigenvalues.csv", SpectrumRow)
+    assert len(spectrum) == 40
+    assert all(row.converged for row in spectrum)
+    assert [row.eigenvalue for row in spectrum] == sorted((row.eigenvalue for row in spectrum), reverse=True)
+    assert 0 < sum(row.sign_share for row in spectrum) < 1
+
+
+def test_brain_damage_prunes_by_the_loss_that_a_weight_costs() -> None:
+    """For a quadratic loss with a diagonal Hessian the saliency is the exact rise of the loss."""
+    w, h = torch.tensor([1.0, -2.0, 0.5, 3.0]), torch.tensor([4.0, 0.1, 8.0, 0.1])
+    lam, pruned = smallest_pruner(w, h * w.square() / 2)(0.5)
+    rises = {
+        pair: sum(float(h[i] * w[i] ** 2 / 2) for i in pair) for pair in ((a, b) for a in range(4) for b in range(a))
+    }
+    assert tuple(sorted(min(rises, key=rises.__getitem__))) == tuple((pruned == 0).nonzero().flatten().tolist())
+    assert lam == pytest.approx(0.45)
+
+
+def test_a_sparsity_out_of_reach_is_said_and_not_measured() -> None:
+    w, s = torch.tensor([1.0, 2.0, -1.0, 4.0]), torch.tensor([1.0, 0.5, -0.5, -0.1])
+    to = directional_pruner(w, s)
+    assert to(0.5)[0] == pytest.approx(4.0)
+    lam, pruned = to(0.75)
+    assert math.isinf(lam)
+    assert (pruned == 0).tolist() == [True, True, False, False]
+
+
+def test_finished_rows_are_kept_and_missing_ones_added(run: Run, tmp_path: Path) -> None:
+    first = measure(run, tmp_path)
+    again = list(score(run, tmp_path, ks=(0, 5), sparsities=GRID, samples=20, lanczos=QUICK, device=CPU))
+    assert again == first  # and no Progress: no product was needed
+    more = measure(run, tmp_path, sparsities=(*GRID, 0.5))
+    assert [row for row in more if row.wanted != 0.5] == first
+    assert {(row.method, row.k) for row in more if row.wanted == 0.5} == {(row.method, row.k) for row in first}
+    assert len(read_rows(tmp_path / "score.csv", ScoreRow)) == len(more)
+    with pytest.raises(OtherSettings, match="samples=20, not samples=30"):
+        measure(run, tmp_path, samples=30)
+
+
+def test_batchnorm_statistics_are_estimated_anew_on_request(run: Run, tmp_path: Path) -> None:
+    plain, anew = (measure(run, tmp_path / str(on), ks=(0,), recalibrate=on) for on in (False, True))
+    assert [row.sparsity for row in plain] == [row.sparsity for row in anew]
+    harshest = [rows[-1].train_loss for rows in (plain, anew)]
+    assert harshest[1] < harshest[0]
+
+
+def test_bad_requests_are_refused(run: Run, tmp_path: Path) -> None:
+    for options, message in (
+        ({"ks": ()}, "ks="),
+        ({"ks": (-1,)}, "ks="),
+        ({"sparsities": (0.5, 90)}, "sparsities="),
+        ({"samples": 0}, "samples=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measure(run, tmp_path, **options)
+    with pytest.raises(FileNotFoundError):
+        measure(run, tmp_path, epoch=7)
+
+
+def test_figure_draws_every_method(run: Run, tmp_path: Path) -> None:
+    rows = measure(run, tmp_path)
+    lost = replace(rows[0], method="directional", k=5, wanted=0.99, lam=math.inf, train_loss=math.nan)
+    figure = score_figure([*rows, lost])
+    loss, _ = figure.axes
+    lines = {str(line.get_label()): line for line in loss.get_lines()}
+    assert set(lines) == {"magnitude", "optimal brain damage", "directional, k = 0", "directional, k = 5"}
+    assert len(lines["directional, k = 5"].get_xdata()) == len(GRID)
+    assert save(figure, tmp_path / "figure.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="no measured row"):
+        score_figure([lost])

@@ -1,0 +1,73 @@
+"""Tables of rows: what is written is read, whole files only, and rows of two kinds are never mixed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dirprune.lab.tables import OtherSettings, read_rows, settle, write_rows
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str
+    count: int
+    value: float
+    good: bool
+
+
+POINTS = [Point("a, b", 3, 0.1 + 0.2, True), Point("μ", -1, math.inf, False), Point("", 0, 1e-300, True)]
+
+
+def test_rows_come_back_exactly_and_the_file_is_plain_csv(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "points.csv"
+    write_rows(path, Point, POINTS)
+    assert read_rows(path, Point) == POINTS
+    with path.open(newline="") as file:
+        plain = list(csv.DictReader(file))
+    assert [row["name"] for row in plain] == ["a, b", "μ", ""]
+    assert list(plain[0]) == ["name", "count", "value", "good"]
+    write_rows(path, Point, [Point("nan", 0, math.nan, True)])
+    assert math.isnan(read_rows(path, Point)[0].value)
+
+
+def test_no_file_is_no_row_and_an_empty_table_has_its_head(tmp_path: Path) -> None:
+    assert read_rows(tmp_path / "none.csv", Point) == []
+    write_rows(tmp_path / "empty.csv", Point, [])
+    assert (tmp_path / "empty.csv").read_text() == "name,count,value,good\n"
+
+
+def test_a_failed_write_leaves_the_table_it_had(tmp_path: Path) -> None:
+    path = tmp_path / "points.csv"
+    write_rows(path, Point, POINTS)
+
+    def broken() -> object:
+        yield POINTS[0]
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        write_rows(path, Point, broken())
+    assert read_rows(path, Point) == POINTS
+
+
+@pytest.mark.parametrize("text", ["name,count,value\na,1,2.0\n", "name,count,value,good\na,one,2.0,True\n"])
+def test_another_table_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "points.csv").write_text(text)
+    with pytest.raises(ValueError, match=r"points\.csv cannot be read as a table of Point"):
+        read_rows(tmp_path / "points.csv", Point)
+
+
+def test_settings_are_noted_once_and_sessions_each_time(tmp_path: Path) -> None:
+    settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": None}, {"device": "cpu"})
+    settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": None}, {"device": "gpu"})
+    noted = json.loads((tmp_path / "settings.json").read_text())
+    assert noted["settings"] == {"k": 10, "epochs": [1, 2], "examples": None}
+    assert [session["device"] for session in noted["sessions"]] == ["cpu", "gpu"]
+    with pytest.raises(OtherSettings, match="examples=None, not examples=5"):
+        settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": 5}, {})
+    assert json.loads((tmp_path / "settings.json").read_text()) == noted

@@ -1,0 +1,76 @@
+"""The report on the theorem: its rows, its files, its figures."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from dirprune.lab import theory_report
+from dirprune.lab.tables import read_rows
+from dirprune.lab.theory_plots import LimitPath, limit_figure, theorem_figure
+from dirprune.lab.theory_report import Value, report, study
+from dirprune.limit_law import LimitRow, Moments
+from dirprune.theory import TheoremRow, tiny_network
+
+ROW = TheoremRow(0.1, 0.05, 0.6, 60.0, 0.18, 4, 0.02, 0.15, 0.03, 0.96, 0.83, 0.99, 0.1)
+LIMIT = LimitRow(0.03, 4.0, 100, 0.2, 0.3, 0.1, 0.15)
+
+
+@pytest.fixture
+def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learning rates that take a second, not a minute."""
+    monkeypatch.setattr(theory_report, "GAMMAS", (0.1, 0.03))
+    monkeypatch.setattr(theory_report, "NETWORK_GAMMAS", (0.1,))
+    monkeypatch.setattr(theory_report, "LIMIT_GAMMAS", (0.03, 0.02))
+    monkeypatch.setattr(theory_report, "PATH_GAMMA", 0.02)
+    monkeypatch.setattr(theory_report, "tiny_network", partial(tiny_network, settle=100))
+
+
+@pytest.mark.usefixtures("coarse")
+def test_report_yields_all_parts_and_writes_what_it_yielded(tmp_path: Path) -> None:
+    findings = list(report(tmp_path, figures=tmp_path / "figures", problems=2, runs=50))
+    assert [(f.part, f.row.gamma) for f in findings] == [
+        ("least squares", 0.1),
+        ("least squares", 0.03),
+        ("limit law", 0.03),
+        ("limit law", 0.02),
+        ("network", 0.1),
+    ]
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"theory-theorem.png", "theory-limit.png"}
+    lines = read_rows(tmp_path / "theory.csv", Value)
+    for found in findings:
+        written = {v.quantity: v.value for v in lines if (v.part, v.gamma) == (found.part, found.row.gamma)}
+        assert written
+        assert all(value == getattr(found.row, quantity) for quantity, value in written.items())
+    assert {line.seed for line in lines} == {0}
+    assert all(line.command.startswith("dirprune") and line.hardware for line in lines)
+
+
+@pytest.mark.usefixtures("coarse")
+def test_the_seed_decides_the_numbers() -> None:
+    first, again, other = (next(study(problems=1, runs=20, seed=seed)) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+def test_theorem_figure_draws_the_rows() -> None:
+    figure = theorem_figure({"least squares": [ROW], "network": [ROW]})
+    distance, direction, zeros = figure.axes
+    assert {len(axes.get_lines()) for axes in (direction, zeros)} == {2, 4}
+    assert [line.get_ydata()[0] for line in direction.get_lines()] == [0.96, 0.83, 0.96, 0.83]
+    assert zeros.get_lines()[0].get_ydata()[0] == pytest.approx(1.0)
+    assert distance.get_xscale() == distance.get_yscale() == "log"
+
+
+def test_limit_figure_draws_the_moments() -> None:
+    moments = [Moments(t, torch.arange(6.0) * t, torch.eye(6) * t * t) for t in (1.0, 2.0)]
+    figure = limit_figure([LIMIT], LimitPath(moments, moments, 0.01, 100))
+    means, spreads, errors = figure.axes
+    assert list(means.get_lines()[0].get_ydata()) == [0, 5, 10]  # the coordinate that moved farthest
+    assert list(spreads.get_lines()[0].get_ydata()) == [0, 1, 2]
+    assert errors.get_lines()[0].get_ydata()[0] == 0.2
+    assert math.isclose(errors.get_lines()[3].get_ydata()[0], 0.15)
