@@ -71,7 +71,12 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     step()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+    kept = (graph, step)  # the graph reads the optimizer's memory, so the optimizer must live as long
+
+    def replay() -> None:
+        kept[0].replay()
+
+    return replay
 
 
 def candidates(shapes: Callable[[], list[Tensor]]) -> dict[str, Callable[[], None]]:

@@ -222,6 +222,7 @@ def test_an_earlier_checkpoint_can_be_joined(pair: tuple[Path, Path], tmp_path: 
         pass
     config = json.loads((tmp_path / "job" / "config.json").read_text())
     assert (config["epoch_a"], config["epoch_b"]) == (0, 2)
+    assert (config["network_a"], config["network_b"]) == ("SGD, epoch 0", "SGD, epoch 2")
     first, last = (float(row["train_loss"]) for row in table(tmp_path / "job" / "profile.csv"))
     assert first > last
 

@@ -220,7 +220,10 @@ def test_figure_shows_every_run_and_the_random_level(trained: dict[str, Run], tm
     drawn = lines["gRDA c = 0.02, μ = 0.55"].get_ydata()
     assert list(drawn) == [row.share for row in rows if row.run == "other"]
     assert lines["a random direction"].get_ydata()[0] == pytest.approx(math.sqrt(2 / 241))
-    assert len(lines["published, μ = 0.6"].get_xdata()) == 16
+    assert len(lines["published, μ = 0.51, 0.6, 0.7"].get_xdata()) == 16
+    assert not any(line.get_markerfacecolor() == "white" for line in axes.get_lines())
+    unfinished = projection_figure([replace(rows[0], converged=False)])
+    assert any(line.get_markerfacecolor() == "white" for line in unfinished.axes[0].get_lines())
     assert save(figure, tmp_path / "figure.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="rows is empty"):
         projection_figure([])

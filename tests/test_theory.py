@@ -123,7 +123,7 @@ def test_where_nothing_is_pruned_only_the_lag_is_left() -> None:
     fitted = (drawn.features @ far.unsqueeze(-1)).squeeze(-1)
     (row,) = theorem_rows(LeastSquares(drawn.features, fitted, far), [0.01])
     assert row.sparsity == 0
-    assert row.distance == pytest.approx(row.lag, rel=0.03)
+    assert row.distance == pytest.approx(row.lag, rel=0.05)
     (later,) = theorem_rows(LeastSquares(drawn.features, fitted, far), [0.01], t=120.0)
     assert later.distance == pytest.approx(row.distance / 2, rel=0.1)
 

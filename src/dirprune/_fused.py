@@ -1,7 +1,8 @@
 """The gRDA step of all tensors in one Triton launch, for CUDA; imported only when used.
 
-Where each tensor lies is a row of a small table of addresses that travels to the device without the host waiting for
-it. A program of the kernel takes one chunk of one tensor: it reads g and v, writes v and w, and nothing else.
+Where each tensor lies is a row of a table of addresses on the device, which is sent again only when an address or a
+number in it changes. A program of the kernel takes one chunk of one tensor: it reads g and v, writes v and w, and
+nothing else. Step and threshold of every parameter lie on the device too, so that the host never waits.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -63,7 +65,7 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
     NESTEROV: tl.constexpr,
     WEIGHT_DECAY: tl.constexpr,
     MAXIMIZE: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
+    LR_TENSOR: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -80,23 +82,19 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
     first = tl.load(chunk_index + program).to(tl.int64) * CHUNK
     elements = tl.load(row + 4)
 
-    if ON_DEVICE:
-        lr = tl.load(lr_address).to(tl.float64)
-        step = tl.load(row + 5).to(tl.pointer_type(tl.float64))
-        threshold = tl.load(row + 6).to(tl.pointer_type(tl.float64))
-        n = tl.load(step) + 1.0
-        tau = tl.load(threshold)
-        c = _float64(table + 1)
-        if c > 0:
-            mu = _float64(table + 2)
-            rate = lr / (1.0 - _float64(table + 3))
-            if rate > 0:
-                # At n = 1 the second term is 0^μ = 0, whose logarithm must not be taken.
-                before = tl.where(n > 1, tl.exp2(mu * tl.log2(tl.maximum(n - 1, 1.0))), 0.0)
-                tau += c * tl.exp2((mu + 0.5) * tl.log2(rate)) * (tl.exp2(mu * tl.log2(n)) - before)
-    else:
-        lr = _float64(table)
-        tau = _float64(row + 6)
+    lr = tl.load(lr_address).to(tl.float64) if LR_TENSOR else _float64(table)
+    step = tl.load(row + 5).to(tl.pointer_type(tl.float64))
+    threshold = tl.load(row + 6).to(tl.pointer_type(tl.float64))
+    n = tl.load(step) + 1.0
+    tau = tl.load(threshold)
+    c = _float64(table + 1)
+    if c > 0:
+        mu = _float64(table + 2)
+        rate = lr / (1.0 - _float64(table + 3))
+        if rate > 0:
+            # At n = 1 the second term is 0^μ = 0, whose logarithm must not be taken.
+            before = tl.where(n > 1, tl.exp2(mu * tl.log2(tl.maximum(n - 1, 1.0))), 0.0)
+            tau += c * tl.exp2((mu + 0.5) * tl.log2(rate)) * (tl.exp2(mu * tl.log2(n)) - before)
 
     gamma = lr.to(STATE)
     bound = tau.to(STATE)
@@ -125,23 +123,27 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
         w = tl.where(v > bound, v - bound, tl.where(v < -bound, v + bound, tl.where(v == v, 0.0, v)))
         tl.store(param + offsets, w.to(PARAM), mask=inside)
 
-    if ON_DEVICE:
-        # Every program of a tensor has read n and τ before it reports here; the last one to report writes them.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + tensor, 1)
-        if arrived == tl.load(chunk_count + tensor) - 1:
-            tl.store(arrivals + tensor, 0)
-            tl.store(step, n)
-            tl.store(threshold, tau)
+    # Every program of a tensor has read n and τ before it reports here; the last one to report writes them.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals + tensor, 1)
+    if arrived == tl.load(chunk_count + tensor) - 1:
+        tl.store(arrivals + tensor, 0)
+        tl.store(step, n)
+        tl.store(threshold, tau)
 
 
 class Launcher:
-    """What one parameter group needs to launch the kernel: the map of chunks, and tables that a CUDA graph can keep."""
+    """What one parameter group needs to launch the kernel: maps of chunks, and tables of addresses.
+
+    Call it as `dirprune.update.grda`; it launches once for each combination of dtypes, usually one.
+    """
 
     def __init__(self) -> None:
         self._maps: dict[tuple[torch.device, tuple[int, ...]], tuple[Tensor, ...]] = {}
         self._spare: dict[int, tuple[Tensor, Tensor]] = {}
-        self._captured: list[tuple[Tensor, Tensor]] = []
+        self._captured: list[tuple[Any, ...]] = []
+        self._signature: tuple[Any, ...] | None = None
+        self._launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def __call__(
         self,
@@ -150,7 +152,7 @@ class Launcher:
         accumulators: Sequence[Tensor],
         buffers: Sequence[Tensor],
         steps: Sequence[Tensor],
-        thresholds: Sequence[Tensor] | Sequence[float],
+        thresholds: Sequence[Tensor],
         *,
         lr: float | Tensor,
         c: float,
@@ -160,68 +162,66 @@ class Launcher:
         weight_decay: float,
         maximize: bool,
     ) -> None:
-        """Take the step of `dirprune.update.grda`: thresholds on the host are the grown ones, on the device the old."""
-        on_device = isinstance(thresholds[0], Tensor)
+        """Take the step."""
+        numbers = (lr.data_ptr() if isinstance(lr, Tensor) else lr, c, mu, momentum, nesterov, weight_decay, maximize)
+        signature = (numbers, [p.data_ptr() for p in params], [g.data_ptr() for g in grads])
+        moved: list[tuple[Tensor, ...]] = []
+        if signature != self._signature:
+            state = [accumulators, buffers or accumulators, steps, thresholds]
+            flags = {"MOMENTUM": momentum != 0, "NESTEROV": nesterov, "WEIGHT_DECAY": weight_decay != 0}
+            scalars = [0.0 if isinstance(lr, Tensor) else lr, c, mu, momentum, weight_decay]
+            flags |= {"MAXIMIZE": maximize, "LR_TENSOR": isinstance(lr, Tensor)}
+            self._launches, moved = self._plan(params, grads, state, scalars, lr, flags)
+            self._signature = None if moved else signature
+        if _is_capturing(params[0].device):
+            self._captured.append(tuple(self._launches))  # the graph's tables must live as long as it may
+            self._signature = None  # and are sent when it is replayed, which may be later than the next step
+        for arguments, kinds in self._launches:
+            grid, device = (arguments[1].numel(),), arguments[0].device
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                _grda_kernel[grid](*arguments, **kinds, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=_WARPS)
+        for p, w, _ in moved:
+            p.copy_(w)
+
+    def _plan(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        state: Sequence[Sequence[Tensor]],
+        scalars: list[float],
+        lr: float | Tensor,
+        flags: dict[str, bool],
+    ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[tuple[Tensor, ...]]]:
+        """Return the arguments of the launches, and (parameter, its copy, its gradient's) where layouts differ."""
         kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = {}
         for i, (p, g) in enumerate(zip(params, grads, strict=True)):
             kinds.setdefault((p.device, p.dtype, g.dtype), []).append(i)
-        scalars = [0.0 if on_device else float(lr), c, mu, momentum, weight_decay]
-        for (device, _, _), members in kinds.items():
-            lrs = torch.as_tensor(lr, dtype=torch.float64, device=device) if on_device else None
-            moved: list[tuple[Tensor, Tensor]] = []
-            tensors: list[list[Tensor]] = []
+        launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        moved: list[tuple[Tensor, ...]] = []
+        for (device, param_dtype, grad_dtype), members in kinds.items():
+            rows = []
             for i in members:
-                p, v = params[i], accumulators[i]
-                b = buffers[i] if momentum else v
-                g = grads[i] if _same_layout(grads[i], v) else torch.empty_like(v, dtype=grads[i].dtype).copy_(grads[i])
-                w = p if _same_layout(p, v) else torch.empty_like(v, dtype=p.dtype).copy_(p)
-                if w is not p:
-                    moved.append((p, w))
-                tensors.append([w, g, v, b])
-            rows = [
-                [*(t.data_ptr() for t in four), four[0].numel()]
-                + ([steps[i].data_ptr(), thresholds[i].data_ptr()] if on_device else [0, _bits(thresholds[i])])  # type: ignore[union-attr,arg-type]
-                for i, four in zip(members, tensors, strict=True)
-            ]
-            self._launch(
-                rows,
-                scalars,
-                lrs,
-                device,
-                PARAM=_TRITON[tensors[0][0].dtype],
-                GRAD=_TRITON[tensors[0][1].dtype],
-                STATE=_TRITON[tensors[0][2].dtype],
-                ALIGNED=all(address % 16 == 0 for row in rows for address in row[:4]),
-                MOMENTUM=momentum != 0,
-                NESTEROV=nesterov,
-                WEIGHT_DECAY=weight_decay != 0,
-                MAXIMIZE=maximize,
-                ON_DEVICE=on_device,
-            )
-            for p, w in moved:
-                p.copy_(w)
-
-    def _launch(
-        self, rows: list[list[int]], scalars: list[float], lr: Tensor | None, device: torch.device, **kinds: Any
-    ) -> None:
-        tensor, index, count, arrivals = self._map(tuple(row[4] for row in rows), device)
-        if tensor.numel() == 0:
-            return
-        table = self._send([*map(_bits, scalars), *(cell for row in rows for cell in row)], device)
-        context = torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
-        with context:
-            _grda_kernel[(tensor.numel(),)](
-                table,
-                tensor,
-                index,
-                count,
-                arrivals,
-                table if lr is None else lr,
-                **kinds,
-                CHUNK=CHUNK,
-                BLOCK=BLOCK,
-                num_warps=_WARPS,
-            )
+                v, buffer, step, threshold = (tensors[i] for tensors in state)
+                w, g = (
+                    t if _same_layout(t, v) else torch.empty_like(v, dtype=t.dtype).copy_(t)
+                    for t in (params[i], grads[i])
+                )
+                if w is not params[i] or g is not grads[i]:
+                    moved.append((params[i], w, g))
+                rows.append(
+                    [*(t.data_ptr() for t in (w, g, v, buffer)), v.numel(), step.data_ptr(), threshold.data_ptr()]
+                )
+            tensor, index, count, arrivals = self._map(tuple(row[4] for row in rows), device)
+            table = self._send([*map(_bits, scalars), *(cell for row in rows for cell in row)], device)
+            types = {
+                "PARAM": _TRITON[param_dtype],
+                "GRAD": _TRITON[grad_dtype],
+                "STATE": _TRITON[state[0][members[0]].dtype],
+            }
+            aligned = all(address % 16 == 0 for row in rows for address in row[:4])
+            arguments = (table, tensor, index, count, arrivals, lr if isinstance(lr, Tensor) else table)
+            launches.append((arguments, {**types, **flags, "ALIGNED": aligned}))
+        return launches, moved
 
     def _map(self, sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
         """Return which tensor, and which chunk of it, each program takes; and how many programs each tensor has."""
@@ -237,26 +237,30 @@ class Launcher:
         return self._maps[device, sizes]
 
     def _send(self, cells: list[int], device: torch.device) -> Tensor:
-        """Return the cells on the device, without the host waiting and so that a CUDA graph can repeat it."""
+        """Return the cells on the device, without the host waiting, and so that a CUDA graph can repeat it."""
         host = torch.tensor(cells, dtype=torch.int64)
         if device.type != "cuda":
             return host
         size = len(cells)
-        if torch.cuda.is_current_stream_capturing():
-            # A graph repeats the copy from this very memory, so a capture keeps a pair of buffers for itself alone.
-            if size not in self._spare:
-                _refuse_capture(device)
-            pinned, table = self._spare.pop(size)
-            self._captured.append((pinned, table))
-            pinned.copy_(host)
-            return table.copy_(pinned, non_blocking=True)
+        if not _is_capturing(device):
+            if size not in self._spare:  # memory for a capture, which may not allocate it
+                self._spare[size] = (host.pin_memory(), torch.empty_like(host, device=device))
+            return host.pin_memory().to(device, non_blocking=True)
         if size not in self._spare:
-            self._spare[size] = (host.pin_memory(), torch.empty_like(host, device=device))
-        return host.pin_memory().to(device, non_blocking=True)
+            _refuse_capture(device)
+        # The graph repeats the copy from this very memory at every replay, so it keeps both ends for itself alone.
+        pinned, table = self._spare.pop(size)
+        self._captured.append((pinned, table))
+        pinned.copy_(host)
+        return table.copy_(pinned, non_blocking=True)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _refuse_capture(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _is_capturing(device):
         raise RuntimeError("take an optimizer step on the same parameters outside the CUDA graph before each capture")
 
 

@@ -123,7 +123,8 @@ class GRDA(Optimizer):
         for saved_id, p in zip(saved_ids, parameters, strict=True):
             saved = state_dict["state"].get(saved_id)
             if saved:
-                self.state[p] = _place_state(saved, p, capturable=groups[p]["capturable"])
+                self.state[p] = _place_state(saved, p, _scalar_device(groups[p], p))
+        self._launchers = {}
 
     def _init_group(
         self,
@@ -142,7 +143,7 @@ class GRDA(Optimizer):
             state = self.state[p]
             if not state:
                 state["accumulator"] = p.detach().to(accumulator_dtype(p), copy=True)
-                scalar_device = p.device if group["capturable"] else torch.device("cpu")
+                scalar_device = _scalar_device(group, p)
                 state["step"] = torch.zeros((), dtype=torch.float64, device=scalar_device)
                 state["threshold"] = torch.zeros((), dtype=torch.float64, device=scalar_device)
             if state["threshold"].device != state["step"].device:  # torch.compile moves a "step" to the GPU by itself
@@ -218,13 +219,21 @@ def _choose_path(group: dict[str, Any], params: Sequence[Tensor], grads: Sequenc
     """Return the path asked for, or else the fastest that can run; sparse gradients and compilers take "single"."""
     if torch.compiler.is_compiling() or any(grad.is_sparse for grad in grads):
         return "single"
-    if group["fused"] or (group["fused"] is None and group["foreach"] is None):
-        from_triton = all(p.device.type == "cuda" for p in params) or bool(group["fused"])
-        if from_triton and _fused_obstacle(params) is None:
-            return "fused"
-    on_cuda = all(p.device.type == "cuda" for p in params)
-    wants_foreach = on_cuda if group["foreach"] is None and not group["fused"] else bool(group["foreach"])
-    return "foreach" if wants_foreach else "single"
+    if _wants_fused(group, params[0]) and _fused_obstacle(params) is None:
+        return "fused"
+    foreach = params[0].is_cuda if group["foreach"] is None else group["foreach"]
+    return "foreach" if foreach else "single"
+
+
+def _wants_fused(group: dict[str, Any], p: Tensor) -> bool:
+    """Whether the fused path is asked for, or is the default for the device."""
+    return bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None and p.is_cuda)
+
+
+def _scalar_device(group: dict[str, Any], p: Tensor) -> torch.device:
+    """Return where a parameter's step and threshold live: where the path that will step it reads them."""
+    on_device = group["capturable"] or (_wants_fused(group, p) and _fused_obstacle([p]) is None)
+    return p.device if on_device else torch.device("cpu")
 
 
 def _fused_obstacle(params: Iterable[Tensor]) -> str | None:
@@ -261,13 +270,12 @@ def _place_lr(group: dict[str, Any]) -> None:
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float64).to(device)
 
 
-def _place_state(saved: dict[str, Any], p: Tensor, *, capturable: bool) -> dict[str, Any]:
+def _place_state(saved: dict[str, Any], p: Tensor, scalar_device: torch.device) -> dict[str, Any]:
     """Return a copy of a parameter's saved state where this optimizer keeps it, none of its precision lost."""
     placed: dict[str, Any] = {}
     for key, value in saved.items():
         if key in _PER_PARAMETER:
-            device = p.device if capturable else torch.device("cpu")
-            placed[key] = torch.as_tensor(value).detach().to(device, torch.float64, copy=True)
+            placed[key] = torch.as_tensor(value).detach().to(scalar_device, torch.float64, copy=True)
         else:
             placed[key] = value.detach().to(p.device, accumulator_dtype(p), copy=True)
     return placed

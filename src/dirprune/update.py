@@ -39,7 +39,7 @@ def grda(
     """Take one gRDA step, in place.
 
     ``buffers`` holds the momentum buffers, empty without momentum. ``steps`` and ``thresholds`` are float64 scalars,
-    either all on the host or (``capturable``) all on the parameters' device, where nothing then waits for the host.
+    either all on the host or (``capturable``, "fused") all on the parameters' device, where the host is not waited for.
     ``path`` is "single", "foreach" or "fused"; the last needs a `dirprune._fused.Launcher`.
     """
     options: dict[str, Any] = {
@@ -48,22 +48,17 @@ def grda(
         "weight_decay": weight_decay,
         "maximize": maximize,
     }
-    if capturable or torch.compiler.is_compiling() or steps[0].device.type != "cpu":
-        if path == "fused":  # the kernel grows the thresholds itself
-            launcher(params, grads, accumulators, buffers, steps, thresholds, lr=lr, c=c, mu=mu, **options)
-        else:
-            grow_thresholds(steps, thresholds, lr=lr, c=c, mu=mu, momentum=momentum)
-            _single_tensor_grda(params, grads, accumulators, buffers, thresholds, lr=lr, **options)
-        return
-    rate = float(lr)
-    grow_thresholds(steps, thresholds, lr=rate, c=c, mu=mu, momentum=momentum)
-    taus: list[float] = torch.stack(tuple(thresholds)).tolist()
-    if path == "fused":
-        launcher(params, grads, accumulators, buffers, steps, taus, lr=rate, c=c, mu=mu, **options)
-    elif path == "foreach":
-        _foreach_grda(params, grads, accumulators, buffers, taus, lr=rate, **options)
+    if path == "fused":  # the kernel grows the thresholds itself
+        launcher(params, grads, accumulators, buffers, steps, thresholds, lr=lr, c=c, mu=mu, **options)
+    elif capturable or torch.compiler.is_compiling() or steps[0].device.type != "cpu":
+        grow_thresholds(steps, thresholds, lr=lr, c=c, mu=mu, momentum=momentum)
+        _single_tensor_grda(params, grads, accumulators, buffers, thresholds, lr=lr, **options)
     else:
-        _single_tensor_grda(params, grads, accumulators, buffers, taus, lr=rate, **options)
+        rate = float(lr)
+        grow_thresholds(steps, thresholds, lr=rate, c=c, mu=mu, momentum=momentum)
+        taus: list[float] = torch.stack(tuple(thresholds)).tolist()
+        update = _foreach_grda if path == "foreach" else _single_tensor_grda
+        update(params, grads, accumulators, buffers, taus, lr=rate, **options)
 
 
 def growth(n: Any, *, rate: Any, c: float, mu: float) -> Any:

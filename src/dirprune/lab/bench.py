@@ -72,6 +72,7 @@ class _Trainer:
         torch.manual_seed(0)
         self.model = self.execution.place(models.build(recipe.model, loaders.classes), device)
         optimizer_ = make_optimizer(recipe, self.model, device)
+        self.forward = self.execution.compiled(self.model)
         self.loaders = loaders
         self.batches = [batch for batch, _ in zip(loaders.train.epoch(1), range(8), strict=False)]
         last = loaders.train.examples % loaders.train.batch_size
@@ -94,7 +95,7 @@ class _Trainer:
         start = _now()
         for batch in self.loaders.train.epoch(2):
             self.step(*batch)
-        evaluate(self.model, self.loaders.test, execution=self.execution)
+        evaluate(self.model, self.loaders.test, forward=self.forward, execution=self.execution)
         return _now() - start
 
 
@@ -125,7 +126,7 @@ def bench(name: str, *, device: torch.device, rounds: int = 7, steps: int = 50) 
             times[optimizer].append(trainer.steps(steps))
     for optimizer, trainer in trainers.items():
         ms = 1e3 * statistics.median(times[optimizer])
-        whole = min(trainer.epoch() for _ in range(2))
+        whole = min(trainer.epoch() for _ in range(3))
         yield Cost(
             model=name,
             batch_size=recipe.batch_size,

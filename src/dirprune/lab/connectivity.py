@@ -203,9 +203,10 @@ def _open(
     )
     if torch.equal(flatten(start), flatten(end)):
         raise ValueError(f"{run_a} (epoch {epoch_a}) and {run_b} (epoch {epoch_b}) hold the same weights; give two")
+    name_a, name_b = _labels((a.recipe, epoch_a), (b.recipe, epoch_b))
     networks = {
-        **{"run_a": str(run_a), "epoch_a": epoch_a, "network_a": _label(a.recipe), "weights_a": _digest(start)},
-        **{"run_b": str(run_b), "epoch_b": epoch_b, "network_b": _label(b.recipe), "weights_b": _digest(end)},
+        **{"run_a": str(run_a), "epoch_a": epoch_a, "network_a": name_a, "weights_a": _digest(start)},
+        **{"run_b": str(run_b), "epoch_b": epoch_b, "network_b": name_b, "weights_b": _digest(end)},
         **{"data": recipe.data, "model": recipe.model},
         "published": _published_key(a.recipe, b.recipe),
     }
@@ -347,8 +348,17 @@ def _published_key(a: Recipe, b: Recipe) -> tuple[float, float, bool] | None:
     return grda.c, grda.mu, grda is b
 
 
-def _label(recipe: Recipe) -> str:
-    return "SGD" if recipe.optimizer == "sgd" else f"gRDA c={recipe.c:g} μ={recipe.mu:g}"
+def _labels(a: tuple[Recipe, int], b: tuple[Recipe, int]) -> tuple[str, str]:
+    """Return names that tell two networks, each a recipe and an epoch, apart: the optimizer and what else it takes."""
+
+    def names(recipe: Recipe, epoch: int) -> Iterator[str]:
+        name = "SGD" if recipe.optimizer == "sgd" else f"gRDA c={recipe.c:g} μ={recipe.mu:g}"
+        yield name
+        yield f"{name}, seed {recipe.seed}"
+        yield f"{name}, epoch {epoch}"
+
+    pairs = list(zip(names(*a), names(*b), strict=True))
+    return next((pair for pair in pairs if pair[0] != pair[1]), ("A", "B"))
 
 
 def _digest(weights: Weights) -> str:

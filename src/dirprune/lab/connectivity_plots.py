@@ -46,7 +46,7 @@ def profile(profiles: Mapping[str, CurveProfile], names: tuple[str, str], publis
             axes.plot(*_over_t(measured, score), color=plots.colour(index), linestyle=style, label=name)
         if published is not None:
             plots.draw_published(axes, _over_t(published, score), label="published curve", index=0)
-        axes.set(xlabel=f"t  (0: {names[0]}, 1: {names[1]})", ylabel=label, xlim=(0, 1))
+        axes.set(xlabel=f"t  (0: {names[0]}; 1: {names[1]})", ylabel=label, xlim=(0, 1))
         _scale(axes, np.concatenate([_over_t(measured, score)[1] for measured in profiles.values()]), score)
     plots.add_legend(figure)
     return figure

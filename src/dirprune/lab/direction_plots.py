@@ -20,6 +20,8 @@ _OTHERS = {"magnitude": ("magnitude", "#000000", "s"), "brain-damage": ("optimal
 def projection_figure(rows: Sequence[ProjectionRow], published: Sequence[PublishedShares] = ()) -> Figure:
     """Draw the share of gRDA's difference to SGD in the leading eigenspace over epochs, a colour a run.
 
+    Open circles mark epochs whose eigenpairs did not converge.
+
     Args:
         rows: what `project` yields.
         published: the authors' values for the same network and data, drawn lightly behind.
@@ -27,23 +29,24 @@ def projection_figure(rows: Sequence[ProjectionRow], published: Sequence[Publish
     if not rows:
         raise ValueError("rows is empty; there is nothing to draw before the first epoch is measured")
     figure, [axes] = panels(1, size=(4.6, 3.0))
-    for curve in published:
-        label = f"published, μ = {curve.mu:g}"
+    mus = ", ".join(f"{curve.mu:g}" for curve in published)
+    for index, curve in enumerate(published):
+        label = "" if index else f"published, μ = {mus}"
         axes.plot(curve.epochs, curve.shares, color="#B0B0B0", linewidth=0.8, marker=".", markersize=3, label=label)
     for index, run in enumerate(dict.fromkeys(row.run for row in rows)):
         own = [row for row in rows if row.run == run]
-        label = f"gRDA c = {own[0].c:g}, μ = {own[0].mu:g}"
-        axes.plot(
-            [r.epoch for r in own], [r.share for r in own], marker="o", markersize=3.5, color=colour(index), label=label
-        )
-        open_rows = [r for r in own if not r.converged]
-        axes.plot(
-            [r.epoch for r in open_rows], [r.share for r in open_rows], "o", markersize=3.5, color="white", zorder=3
-        )
+        shade = colour(index)
+        axes.plot([r.epoch for r in own], [r.share for r in own], color=shade, label=_name(own[0]))
+        for row in own:  # an open circle where Lanczos did not converge
+            axes.plot(row.epoch, row.share, "o", markersize=3.5, color=shade, mfc=shade if row.converged else "white")
     axes.axhline(rows[0].random_level, linestyle="--", color=GREY, linewidth=1.0, label="a random direction")
     axes.set(xlabel="epoch", ylabel="share of the difference, ‖PΔ‖ / ‖Δ‖", yscale="log")
     add_legend(figure)
     return figure
+
+
+def _name(row: ProjectionRow) -> str:
+    return f"gRDA c = {row.c:g}, μ = {row.mu:g}"
 
 
 @styled

@@ -47,6 +47,10 @@ class Execution:
         # torch's own annotation of nn.Module.to lacks memory_format.
         return model.to(device, memory_format=self.memory_format)  # type: ignore[call-overload, no-any-return]
 
+    def compiled(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Return the model, or what `torch.compile` makes of it; each batch shape is compiled for itself."""
+        return torch.compile(model, dynamic=False) if self.compile else model
+
 
 class Tally:
     """Loss and number of right answers of every step of an epoch, on the device, written without the host waiting."""
@@ -111,7 +115,7 @@ class CapturedStep:
         with torch.random.fork_rng(devices=[inputs.device]):
             for number, size in enumerate(sizes):
                 # Only the common batch is worth compiling for; the last, short one of an epoch runs uncompiled.
-                self._graphs[size] = self._capture(inputs, size, compiles=self.execution.compile and number == 0)
+                self._graphs[size] = self._capture(inputs, size, compiles=number == 0)
                 saved.restore()
         self.tally.reset()
 
@@ -119,7 +123,7 @@ class CapturedStep:
         """Rehearse the step, so that everything lazy is done, and record it; batches go into the returned tensors."""
         static_inputs = inputs[:1].expand(size, *inputs.shape[1:]).contiguous()
         static_targets = torch.zeros(size, dtype=torch.int64, device=inputs.device)
-        forward = torch.compile(self.model, dynamic=False) if compiles else self.model
+        forward = self.execution.compiled(self.model) if compiles else self.model
         step = PlainStep(forward, self.optimizer, self.tally, self.execution)
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -131,7 +135,9 @@ class CapturedStep:
             torch.cuda.current_stream().wait_stream(stream)
             self.tally.reset()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # The graphs take turns, so that one's memory can serve the others.
+            pool = next((other.pool() for other, _, _ in self._graphs.values()), None)
+            with torch.cuda.graph(graph, pool=pool):
                 step(static_inputs, static_targets)
         return graph, static_inputs, static_targets
 
@@ -184,5 +190,4 @@ def make_step(
         captured = CapturedStep(model, optimizer, tally, execution)
         captured.prepare(example, sizes)
         return captured
-    forward = torch.compile(parallel) if execution.compile else parallel
-    return PlainStep(forward, optimizer, tally, execution)
+    return PlainStep(execution.compiled(parallel), optimizer, tally, execution)

@@ -68,7 +68,8 @@ def settle(folder: Path, settings: Mapping[str, Any], environment: Mapping[str, 
     """
     path = folder / "settings.json"
     wanted = json.loads(json.dumps(settings))
-    noted = json.loads(path.read_text()) if path.exists() else {"settings": wanted, "sessions": []}
+    begun = path.exists() and any(folder.glob("*.csv"))  # settings without a row bind nobody
+    noted = json.loads(path.read_text()) if begun else {"settings": wanted, "sessions": []}
     differing = [key for key in wanted if noted["settings"].get(key) != wanted[key]]
     if differing:
         there = ", ".join(f"{key}={noted['settings'].get(key)}" for key in differing)

@@ -17,7 +17,7 @@ from dirprune.theory import LeastSquares, TheoremRow, least_squares, theorem_row
 
 LEAST_SQUARES, NETWORK, LIMIT = "least squares", "network", "limit law"
 GAMMAS = (0.1, 0.03, 0.01, 0.003, 0.001)
-NETWORK_GAMMAS = (0.1, 0.03, 0.01, 0.003)
+NETWORK_GAMMAS = GAMMAS
 LIMIT_GAMMAS = (0.03, 0.01, 0.003, 0.001)
 PATH_GAMMA = 0.001
 PATH_TIMES = (0.06, 0.12, 0.24, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -106,6 +106,7 @@ def train(
     sizes = _batch_sizes(train_set)
     model.train()
     step = make_step(model, parallel, optimizer, tally, execution, example, sizes)
+    forward = execution.compiled(model)
     rate = math.nan
     for epoch in range(done + 1, epochs + 1):
         start = time.perf_counter()
@@ -122,7 +123,7 @@ def train(
                     _check(tally, epoch, i + 1, process)
         loss, accuracy = _summarise(tally, train_set, epoch, process)
         trained = time.perf_counter()
-        score = evaluate(model, test_set, execution=execution, process=process)
+        score = evaluate(model, test_set, forward=forward, execution=execution, process=process)
         if not math.isfinite(score.loss):  # the last update broke weights that no training loss has seen yet
             raise Divergence(epoch, len(train_set), score.loss, which="test")
         zeros = sparsity(model)
@@ -143,17 +144,26 @@ def train(
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, loader: Loader, *, execution: Execution | None = None, process: Process | None = None
+    model: nn.Module,
+    loader: Loader,
+    *,
+    forward: Callable[[Tensor], Tensor] | None = None,
+    execution: Execution | None = None,
+    process: Process | None = None,
 ) -> Score:
-    """Return loss and accuracy over every example of a plain pass, in eval mode; the model is left as it was."""
+    """Return loss and accuracy over every example of a plain pass, in eval mode; the model is left as it was.
+
+    ``forward`` is what to call instead of the model itself: the same, compiled.
+    """
     execution, process = execution or Execution(), process or Process()
+    forward = model if forward is None else forward
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64)
     try:
         for inputs, targets in loader:
             with execution.autocast(inputs.device):
-                logits = model(inputs.to(memory_format=execution.memory_format)).float()
+                logits = forward(inputs.to(memory_format=execution.memory_format)).float()
             loss = cross_entropy(logits, targets, reduction="sum")
             right = (logits.argmax(1) == targets).sum()
             sums = sums.to(inputs.device) + torch.stack([loss.double(), right.double()])
