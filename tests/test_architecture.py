@@ -22,26 +22,26 @@ LIBRARY = {
 }
 # The floors of the lab, upper first: a module imports from lower floors or from its own.
 LAB_FLOORS = [
-    {"cli"},
+    {"cli", "cli_research"},
     {
-        "demo",
+        "follow",
         "tune",
         "report",
-        "reproduce",
-        "reproduction_page",
         "bench",
         "connectivity",
-        "connectivity_files",
-        "connectivity_plots",
+        "projection",
+        "scoring",
+        "theory_report",
+        "reproduction_page",
     },
-    {"projection", "scoring", "theory_report", "direction_plots", "theory_plots"},
+    {"connectivity_files", "connectivity_plots", "theory_plots", "reproduction_plots", "reproduce"},
     {"spectrum"},
     {"experiment"},
-    {"recipes", "runs", "plots", "ledger", "published", "reproduction_plots", "tables"},
+    {"recipes", "runs", "plots", "ledger", "published"},
     {"train", "checkpoint", "baselines", "execution", "processes", "schedules"},
     {"data", "models", "download"},
     {"imagefolder", "resident", "cifar"},
-    {"loader"},
+    {"loader", "tables", "console"},
 ]
 EVERYWHERE = {"torch", "triton"}
 

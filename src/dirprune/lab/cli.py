@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dirprune.lab.console import clear_errors, emit, is_terminal, say, show
+from dirprune.lab import cli_research
+from dirprune.lab.console import clear_errors, emit, integers, is_terminal, say, show
 
 if TYPE_CHECKING:
     from dirprune.lab.recipes import Recipe
@@ -115,7 +116,7 @@ def train(
             seed=seed,
             model=model,
             validation=validation,
-            keep=_epochs(keep) if keep else None,
+            keep=tuple(integers("--keep", keep)) if keep else None,
             precision=precision.value if precision else None,
             compile=compile,
         )
@@ -293,6 +294,9 @@ def bench(
             show("A training step", benchmark.COLUMNS, benchmark.table(costs), left=2)
 
 
+app.add_typer(cli_research.app)
+
+
 def _changed(recipe: Recipe, **changes: Any) -> Recipe:
     """Return the recipe with what was given; precision and compile apply to both kinds of device."""
     execution = {key: changes.pop(key) for key in ("precision", "compile") if changes.get(key) is not None}
@@ -300,13 +304,6 @@ def _changed(recipe: Recipe, **changes: Any) -> Recipe:
     if execution:
         changes["cpu"], changes["cuda"] = replace(recipe.cpu, **execution), replace(recipe.cuda, **execution)
     return replace(recipe, **changes)
-
-
-def _epochs(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise ValueError(f"--keep {text!r} is not a list of epochs; write e.g. 0,10,100") from None
 
 
 def _published(settings: tuple[tuple[float, float], ...]) -> str:

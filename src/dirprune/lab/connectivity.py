@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -102,7 +102,7 @@ def connect(
     epoch_b: int | None = None,
     device: torch.device,
     root: Path | None = None,
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """Join run A (t = 0) and run B (t = 1) by a curve, measure what lies between them, draw it; yield as it goes.
 
     Leaving the loop, also for good, loses nothing but the step under way: the same call goes on from there.

@@ -86,7 +86,7 @@ class Interruption:
 
 @contextmanager
 def bar(description: str, total: int | None, *, unit: str = "") -> Iterator[Callable[..., None]]:
-    """Show a progress bar at a terminal; gives ``advance(count, note="…")``."""
+    """Show a progress bar at a terminal; gives ``advance(count, note="…", total=…, restart="new description")``."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -101,7 +101,11 @@ def bar(description: str, total: int | None, *, unit: str = "") -> Iterator[Call
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task(description, total=total, note="")
 
-        def advance(count: float = 1, note: str | None = None, total: int | None = None) -> None:
+        def advance(
+            count: float = 1, note: str | None = None, total: int | None = None, restart: str | None = None
+        ) -> None:
+            if restart is not None:
+                progress.reset(task, description=restart, note="")
             changes: dict[str, Any] = {"advance": count}
             if note is not None:
                 changes["note"] = note
@@ -110,3 +114,11 @@ def bar(description: str, total: int | None, *, unit: str = "") -> Iterator[Call
             progress.update(task, **changes)
 
         yield advance
+
+
+def integers(option: str, text: str) -> list[int]:
+    """Read an option like 0,10,100."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} {text!r} is not a list of numbers; write e.g. 0,10,100") from None

@@ -1,0 +1,256 @@
+"""The commands of researchers: the theorem, curvature, connectivity, and the published tables; one function a verb."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dirprune.lab.console import bar, clear_errors, emit, integers, is_terminal, say, show
+
+app = typer.Typer()
+
+OutOption = Annotated[Path, typer.Option(help="Folder for tables and figures; the same command goes on with it.")]
+DataOption = Annotated[Path | None, typer.Option("--data", help="Folder of the data sets [default: the run's own].")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest there is.")]
+ExamplesOption = Annotated[
+    int | None, typer.Option(min=1, help="Training examples in the Hessian, a fixed part [default: all].")
+]
+BatchOption = Annotated[int, typer.Option(min=1, help="Examples a pass of a Hessian product.")]
+PrecisionOption = Annotated[str, typer.Option(help="float32, or tf32: faster on a GPU, residuals near 1e-3.")]
+
+
+@app.command()
+def theory(
+    out: OutOption = Path("theory"),
+    figures: Annotated[Path | None, typer.Option(help="Folder for the figures [default: --out].")] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Random problems to average over.")] = 20,
+    runs: Annotated[int, typer.Option(min=2, help="Simulated runs for the limit law.")] = 4000,
+    seed: int = 0,
+) -> None:
+    """See the theorem: gRDA approaches directional pruning as the learning rate falls. Under a minute."""
+    with clear_errors():
+        from dataclasses import asdict
+
+        from dirprune.lab import theory_report
+
+        found: dict[str, list[dict[str, Any]]] = {}
+        with bar("theory", total=None) as advance:
+            for finding in theory_report.report(out, figures=figures, problems=problems, runs=runs, seed=seed):
+                row = asdict(finding.row)
+                found.setdefault(finding.part, []).append(row)
+                advance(1, note=f"{finding.part}, γ={row['gamma']:g}")
+                if not is_terminal():
+                    emit({"part": finding.part, **row})
+        if is_terminal():
+            for part, rows in found.items():
+                show(part, list(rows[0]), [[f"{value:.4g}" for value in row.values()] for row in rows], left=0)
+        say(f"Numbers and figures: {out}{f', {figures}' if figures else ''}. What they mean: docs/theory.md")
+
+
+@app.command()
+def project(
+    sgd_run: Annotated[Path, typer.Argument(help="A run of SGD, with checkpoints kept (--keep).")],
+    grda_run: Annotated[list[Path], typer.Argument(help="Runs of gRDA from the same weights and minibatches.")],
+    out: OutOption = Path("projection"),
+    k: Annotated[int, typer.Option(min=1, help="Leading positive eigenvectors.")] = 10,
+    epochs: Annotated[str | None, typer.Option(help="e.g. 10,300,600 [default: all that the runs share].")] = None,
+    examples: ExamplesOption = None,
+    batch_size: BatchOption = 500,
+    precision: PrecisionOption = "float32",
+    tolerance: Annotated[float, typer.Option(help="Residual, relative to the greatest eigenvalue.")] = 1e-3,
+    max_iterations: Annotated[int, typer.Option(min=1, help="Hessian products an epoch, at most.")] = 300,
+    seed: int = 0,
+    data: DataOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Measure how much of gRDA's difference from SGD lies in the leading Hessian eigenspace, along training."""
+    with clear_errors():
+        from dirprune.lab import plots, runs
+        from dirprune.lab.direction_plots import projection_figure
+        from dirprune.lab.follow import device_of
+        from dirprune.lab.projection import ProjectionRow
+        from dirprune.lab.projection import project as projecting
+        from dirprune.lab.published.projection import shares
+        from dirprune.lab.spectrum import Lanczos
+
+        sgd = runs.load(sgd_run)
+        steps = projecting(
+            sgd,
+            [runs.load(path) for path in grda_run],
+            out,
+            k=k,
+            epochs=integers("--epochs", epochs) if epochs else None,
+            lanczos=Lanczos(examples, batch_size, precision, tolerance, max_iterations, seed),
+            device=device_of(device),
+            root=data or sgd.last_root(),
+        )
+        rows = _collect(steps, ProjectionRow, "products")
+        figure = plots.save(projection_figure(rows, shares(sgd.recipe.data, sgd.recipe.model)), out / "projection.png")
+        if is_terminal():
+            cells = [
+                (r.run, str(r.epoch), f"{r.share:.3g}", f"{r.random_level:.3g}", f"{r.residual:.1e}", _yes(r.converged))
+                for r in rows
+            ]
+            of = f"{rows[0].examples:,} training examples" if rows else ""
+            show(f"‖PΔ‖/‖Δ‖ on {of}", ("run", "epoch", "share", "random", "residual", "converged"), cells)
+        say(f"Numbers: {out}; figure: {figure}")
+
+
+@app.command()
+def score(
+    run: Annotated[Path, typer.Argument(help="A trained run, best of SGD.")],
+    out: OutOption = Path("score"),
+    k: Annotated[str, typer.Option(help="Numbers of eigenvectors that stand for the curved space.")] = "0,10,30,100",
+    epoch: Annotated[int | None, typer.Option(help="Checkpoint to prune [default: the newest].")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Products to estimate the Hessian's diagonal.")] = 100,
+    recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Re-estimate BatchNorm statistics.")] = False,
+    examples: ExamplesOption = None,
+    batch_size: BatchOption = 500,
+    precision: PrecisionOption = "float32",
+    tolerance: Annotated[float, typer.Option(help="Residual, relative to the greatest eigenvalue.")] = 1e-5,
+    max_iterations: Annotated[int, typer.Option(min=1, help="Hessian products, at most.")] = 2000,
+    seed: int = 0,
+    data: DataOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Prune a trained network along its flat directions, beside magnitude pruning and optimal brain damage."""
+    with clear_errors():
+        from dirprune.lab import plots, runs
+        from dirprune.lab.direction_plots import score_figure
+        from dirprune.lab.follow import device_of
+        from dirprune.lab.scoring import ScoreRow
+        from dirprune.lab.scoring import score as scoring
+        from dirprune.lab.spectrum import Lanczos
+
+        found = runs.load(run)
+        steps = scoring(
+            found,
+            out,
+            ks=integers("--k", k),
+            epoch=epoch,
+            samples=samples,
+            recalibrate=recalibrate,
+            lanczos=Lanczos(examples, batch_size, precision, tolerance, max_iterations, seed),
+            device=device_of(device),
+            root=data or found.last_root(),
+        )
+        rows = _collect(steps, ScoreRow, "products")
+        figure = plots.save(score_figure(rows), out / "score.png")
+        if is_terminal():
+            cells = [
+                (r.method, str(r.k), f"{100 * r.sparsity:.1f}", f"{r.train_loss:.4g}", f"{r.test_accuracy:.2f}")
+                for r in rows
+            ]
+            show("Pruned without retraining", ("method", "k", "sparsity (%)", "train loss", "test accuracy (%)"), cells)
+        say(f"Numbers: {out}; figure: {figure}")
+
+
+@app.command()
+def connect(
+    run_a: Annotated[Path, typer.Argument(help="One end, t = 0; the published curves have gRDA here.")],
+    run_b: Annotated[Path, typer.Argument(help="The other end, t = 1.")],
+    out: OutOption = Path("connection"),
+    epochs: Annotated[int, typer.Option(help="Epochs of the fit.")] = 300,
+    points: Annotated[int, typer.Option(help="Points of the profile.")] = 61,
+    grid: Annotated[int, typer.Option(help="Points a side of the plane.")] = 21,
+    margin: Annotated[float, typer.Option(help="Margin of the plane, as a share of its width.")] = 0.2,
+    lr: float = 0.1,
+    momentum: float = 0.9,
+    schedule: Annotated[str, typer.Option(help="Of the learning rate.")] = "constant-linear-constant",
+    batch_size: Annotated[int | None, typer.Option(help="[default: that of run A]")] = None,
+    plane_examples: Annotated[int | None, typer.Option(help="Training examples for the plane [default: all].")] = None,
+    fit: Annotated[bool, typer.Option("--fit/--no-fit", help="Without a fit: the straight line alone.")] = True,
+    epoch_a: Annotated[int | None, typer.Option(help="Checkpoint of run A [default: the newest].")] = None,
+    epoch_b: Annotated[int | None, typer.Option(help="Checkpoint of run B [default: the newest].")] = None,
+    seed: int = 0,
+    data: DataOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Join two networks by a curve of low loss; profile it, and draw the plane it lies in."""
+    with clear_errors():
+        import json
+        from contextlib import closing
+
+        from dirprune.lab import runs
+        from dirprune.lab.connectivity import Options
+        from dirprune.lab.connectivity import connect as connecting
+        from dirprune.lab.connectivity_files import report
+        from dirprune.lab.follow import device_of
+
+        options = Options(
+            epochs,
+            points,
+            grid,
+            margin,
+            lr,
+            momentum,
+            schedule,
+            batch_size,
+            seed,
+            fit=fit,
+            plane_examples=plane_examples,
+        )
+        root = data or runs.load(run_a).last_root()
+        where = device_of(device)
+        job = connecting(run_a, run_b, out, options, epoch_a=epoch_a, epoch_b=epoch_b, device=where, root=root)
+        with closing(job) as steps, bar("connect", total=None) as advance:
+            stage, done = "", 0
+            for step in steps:
+                if step.stage != stage:
+                    stage, done = step.stage, 0
+                    advance(0, restart=stage)
+                advance(step.done - done, note=step.note, total=step.total)
+                done = step.done
+        if is_terminal():
+            print(report(out))
+        else:
+            emit(json.loads((out / "summary.json").read_text()))
+        say(f"Numbers, weights of the bend and figures: {out}")
+
+
+@app.command()
+def reproduce(
+    run: Annotated[list[Path] | None, typer.Argument(help="Run directories to add to the results first.")] = None,
+    results: Annotated[Path, typer.Option(help="Folder of trajectories.csv and ledger.csv.")] = Path("results"),
+    docs: Annotated[Path, typer.Option(help="Folder of reproduction.md and its figures.")] = Path("docs"),
+    page: Annotated[bool, typer.Option("--page", help="Also write docs/reproduction.md.")] = False,
+) -> None:
+    """Compare our runs with the paper's CIFAR tables, cell by cell."""
+    with clear_errors():
+        from dirprune.lab import ledger, reproduction_page
+        from dirprune.lab import reproduce as comparing
+
+        if run:
+            for line in ledger.collect(run, results):
+                say(line)
+        print(comparing.text(comparing.compare(results)))
+        if page:
+            say(f"page: {reproduction_page.write_page(results, docs)}")
+
+
+def _collect(steps: Any, row_type: type, unit: str) -> list[Any]:
+    """Drive a generator of progress and rows before the user's eyes, and return the rows."""
+    from dataclasses import asdict
+
+    rows: list[Any] = []
+    with bar("", total=None, unit=unit) as advance:
+        what, done = "", 0
+        for step in steps:
+            if isinstance(step, row_type):
+                rows.append(step)
+                if not is_terminal():
+                    emit(asdict(step))  # type: ignore[call-overload]
+                continue
+            if step.what != what:
+                what, done = step.what, 0
+                advance(0, restart=what)
+            residual = f"residual {step.residual:.1e}" if step.residual is not None else ""
+            advance(step.products - done, note=residual, total=step.most)
+            done = step.products
+    return rows
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
