@@ -33,6 +33,7 @@ LAB_FLOORS = [
         "scoring",
         "theory_report",
         "reproduction_page",
+        "direction_plots",
     },
     {"connectivity_files", "connectivity_plots", "theory_plots", "reproduction_plots", "reproduce"},
     {"spectrum"},
