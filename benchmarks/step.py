@@ -1,6 +1,6 @@
 """What an optimizer step costs, as ratios measured in one run.
 
-    python benchmarks/step.py [--json FILE]
+    python benchmarks/step.py [--out results/step.csv]
 
 Ours on every path, torch.optim.SGD on every path, the formulation of the paper's authors (abs, sign, clamp and multiply
 with fresh tensors), and the floor: copying the 16 bytes a parameter that the update has to move.
@@ -9,11 +9,10 @@ with fresh tensors), and the floor: copying the 16 bytes a parameter that the up
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -22,9 +21,25 @@ from torch import Tensor, nn
 
 from dirprune import GRDA
 from dirprune.lab.models import build
+from dirprune.lab.runs import environment
+from dirprune.lab.tables import read_rows, write_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS = 30
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the CSV file."""
+
+    shapes: str
+    step: str
+    ms: float
+    over_floor: float
+    authors_over: float
+    hardware: str
+    torch: str
+    commit: str
 
 
 @cache
@@ -127,9 +142,12 @@ def measure(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument(
+        "--out", type=Path, help="also write the numbers to this CSV file, beside those of other hardware"
+    )
     args = parser.parse_args()
-    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else f"{platform.processor() or 'CPU'}"
+    where = environment(DEVICE)
+    name = where["device"]
     print(f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}; median of {ROUNDS} rounds")
     results = []
     for title, shapes in (("ResNet50, 161 tensors", resnet50), ("1,000 small tensors", many_small)):
@@ -138,11 +156,10 @@ def main() -> None:
         print(f"\n{title}\n{'':42}{'ms':>9}{'× floor':>9}{'authors ÷':>11}")
         for label, ms in times.items():
             print(f"{label:42}{ms:9.3f}{ms / least:9.2f}{theirs / ms:11.1f}")
-            results.append(
-                {"shapes": title, "step": label, "ms": ms, "over_floor": ms / least, "authors_over": theirs / ms}
-            )
-    if args.json:
-        args.json.write_text(json.dumps({"hardware": name, "torch": torch.__version__, "rows": results}, indent=1))
+            results.append(Row(title, label, ms, ms / least, theirs / ms, name, where["torch"], where["commit"]))
+    if args.out:
+        others = [row for row in read_rows(args.out, Row) if row.hardware != name]
+        write_rows(args.out, Row, others + results)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from dirprune.lab.data import Loaders, Synthetic
 from dirprune.lab.execution import Tally, make_step
 from dirprune.lab.experiment import make_optimizer
 from dirprune.lab.runs import environment
+from dirprune.lab.tables import write_rows
 from dirprune.lab.train import evaluate
 
 PEAK_FLOPS = 790e12
@@ -176,21 +176,21 @@ def table(costs: Sequence[Cost]) -> list[tuple[str, ...]]:
     return rows
 
 
+@dataclass(frozen=True)
+class Measured(Cost):
+    """A cost, with the hardware, version, commit and command that gave it."""
+
+    hardware: str
+    torch: str
+    commit: str
+    command: str
+
+
 def write(costs: Sequence[Cost], path: Path, device: torch.device) -> None:
-    """Write the costs as CSV, with the hardware, versions and commit that gave them."""
+    """Write the costs as CSV."""
     where = environment(device)
-    told = {
-        "hardware": where["device"],
-        "torch": where["torch"],
-        "commit": where["commit"],
-        "command": where["command"],
-    }
-    rows = [{**cost.to_dict(), **told} for cost in costs]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    told = {key: where[key] for key in ("torch", "commit", "command")}
+    write_rows(path, Measured, [Measured(**cost.to_dict(), hardware=where["device"], **told) for cost in costs])
 
 
 def _floor_ms(model: str, workload: Workload, batch_size: int) -> float:

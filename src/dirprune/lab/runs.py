@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -146,14 +147,17 @@ def environment(device: torch.device, world_size: int = 1) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU",
+        "device": torch.cuda.get_device_name(device) if cuda else _processor(),
         "threads": torch.get_num_threads(),
         "processes": world_size,
     }
 
 
 def commit() -> str:
-    """Return the commit of the source that runs, with a + if it was changed; "" outside a repository."""
+    """Return the commit of the source that runs, with a + if it was changed.
+
+    Outside a repository, as on a machine that was sent the source alone, it is $DIRPRUNE_COMMIT, or "".
+    """
     here = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -163,7 +167,14 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", str(here.parent))
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return ""
+        return os.environ.get("DIRPRUNE_COMMIT", "")
+
+
+def _processor() -> str:
+    """Return the name of the CPU, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    return f"{names[0]}, {len(names)} cores" if names else f"{platform.machine()} CPU"
 
 
 def _is_whole(line: str) -> bool:
