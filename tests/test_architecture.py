@@ -103,3 +103,12 @@ def test_importing_the_package_does_not_import_torch() -> None:
         "import sys, dirprune; assert 'torch' not in sys.modules; from dirprune import GRDA, sparsity; GRDA; sparsity"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_name_is_there() -> None:
+    import dirprune
+
+    assert all(getattr(dirprune, name) is not None for name in dirprune.__all__)
+    assert sorted(name for names in dirprune._HOMES.values() for name in names) == sorted(dirprune.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'GRDAA'"):
+        dirprune.GRDAA  # noqa: B018

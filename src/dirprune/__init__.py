@@ -4,30 +4,48 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dirprune.optim import GRDA as GRDA
-    from dirprune.optim import prunable_groups as prunable_groups
-    from dirprune.zeros import SparsityReport as SparsityReport
-    from dirprune.zeros import sparsity as sparsity
+    from dirprune.connect import BezierCurve, Plane, curve_profile, fit_curve, plane_profile
+    from dirprune.curvature import Eigenpairs, HessianOperator, top_eigenpairs
+    from dirprune.direction import directional_prune, directional_score
+    from dirprune.optim import GRDA, prunable_groups
+    from dirprune.zeros import SparsityReport, sparsity
 
 __version__ = "0.1.0"
+__all__ = [
+    "GRDA",
+    "BezierCurve",
+    "Eigenpairs",
+    "HessianOperator",
+    "Plane",
+    "SparsityReport",
+    "curve_profile",
+    "directional_prune",
+    "directional_score",
+    "fit_curve",
+    "plane_profile",
+    "prunable_groups",
+    "sparsity",
+    "top_eigenpairs",
+]
 
-# Imported when first used, so that `dirprune --help` does not wait for torch.
+# Each name is imported when it is first used, so that `dirprune --help` does not wait for torch.
 _HOMES = {
-    "GRDA": "optim",
-    "prunable_groups": "optim",
-    "SparsityReport": "zeros",
-    "sparsity": "zeros",
+    "optim": ("GRDA", "prunable_groups"),
+    "zeros": ("SparsityReport", "sparsity"),
+    "curvature": ("Eigenpairs", "HessianOperator", "top_eigenpairs"),
+    "direction": ("directional_prune", "directional_score"),
+    "connect": ("BezierCurve", "Plane", "curve_profile", "fit_curve", "plane_profile"),
 }
-__all__ = ["GRDA", "SparsityReport", "prunable_groups", "sparsity"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'dirprune' has no attribute {name!r}")
-    value = getattr(import_module(f"dirprune.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f"dirprune.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'dirprune' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *__all__})
