@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dirprune import __version__
 from dirprune.lab import cli_research
 from dirprune.lab.console import clear_errors, emit, integers, is_terminal, say, show
 
@@ -40,19 +43,41 @@ class DownloadName(str, Enum):
 
 
 DataOption = Annotated[
-    Path | None, typer.Option("--data", help="Folder of the data sets [default: $DIRPRUNE_DATA or ~/.cache/dirprune].")
+    Path | None,
+    typer.Option("--data", help="Folder of the data sets.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune"),
 ]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest there is.")]
-SaveOption = Annotated[int | None, typer.Option(min=1, help="Epochs between checkpoints [default: one a minute].")]
+SaveOption = Annotated[int | None, typer.Option(min=1, help="Epochs between checkpoints.", show_default="one a minute")]
 BoardOption = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard event files into the run.")]
-SeedOption = Annotated[int, typer.Option(help="Decides initial weights, order of the data and augmentation.")]
+SeedOption = Annotated[
+    int | None, typer.Option(help="Of initial weights, order of the data and augmentation.", show_default="0")
+]
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`.")]
+RateOption = Annotated[float | None, typer.Option(help="Base learning rate.")]
+BatchOption = Annotated[int | None, typer.Option(help="Examples a step, over all processes.")]
+ModelOption = Annotated[str | None, typer.Option(help="Another network, or your own as package.module:name.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dirprune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Read what stands before the verb."""
 
 
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the two runs and the figure.")] = Path("runs/demo"),
-    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of each run [default: 60].")] = None,
-    seed: SeedOption = 0,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of each run.", show_default="60")] = None,
+    seed: SeedOption = None,
 ) -> None:
     """Train a small network on digits with SGD and with gRDA, and compare: no data, no GPU, under a minute."""
     with clear_errors():
@@ -71,8 +96,9 @@ def demo(
         if not is_terminal():
             emit({**found.to_dict(), "figure": str(figure)})
             return
-        columns = ("test accuracy (%)", "sparsity (%)", "total")
-        rows = [(name, *(row.cells()[c] for c in columns)) for name, row in zip(labels, found.rows, strict=True)]
+        columns = {"test accuracy (%)": "test accuracy (%)", "sparsity (%)": "sparsity (%)", "time": "total"}
+        cells = [row.cells() for row in found.rows]
+        rows = [(name, *(row[c] for c in columns.values())) for name, row in zip(labels, cells, strict=True)]
         show("The same network, weights and minibatches", ("", *columns), rows)
         print(f"\nWhat gRDA left of each layer:\n\n{layerwise(runs.load(folder / 'grda'))[1]}")
         print(f"\nThe figure (accuracy and sparsity over training): {figure}")
@@ -81,26 +107,31 @@ def demo(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="One of `dirprune recipes`.")],
-    optimizer: Annotated[OptimizerName | None, typer.Option(help="gRDA, or dense SGD.")] = None,
+    recipe: RecipeArgument,
+    optimizer: Annotated[OptimizerName | None, typer.Option(help="gRDA, or dense SGD.", show_default="grda")] = None,
     c: Annotated[float | None, typer.Option(help="gRDA's pruning strength, ≥ 0.")] = None,
     mu: Annotated[float | None, typer.Option(help="gRDA's growth exponent, > 0.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Base learning rate.")] = None,
+    lr: RateOption = None,
     epochs: Annotated[int | None, typer.Option(help="Length of the schedule.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Global batch size.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Initial weights, order of the data, augmentation.")] = None,
-    model: Annotated[str | None, typer.Option(help="Another network, or your own as package.module:callable.")] = None,
+    batch_size: BatchOption = None,
+    seed: SeedOption = None,
+    model: ModelOption = None,
     validation: Annotated[float | None, typer.Option(help="Hold out this share of train and report on it.")] = None,
     keep: Annotated[str | None, typer.Option(help="Epochs whose checkpoints stay, e.g. 0,10,100.")] = None,
     precision: Annotated[Precision | None, typer.Option(help="Of forward and backward.")] = None,
-    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile the network.")] = None,  # noqa: A002
-    out: Annotated[Path | None, typer.Option(help="Run directory [default: one under runs/].")] = None,
+    compile: Annotated[  # noqa: A002
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile the network.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory.", show_default="a new one under runs/")] = None,
     data: DataOption = None,
     device: DeviceOption = "auto",
     save_every: SaveOption = None,
     tensorboard: BoardOption = False,
 ) -> None:
-    """Train a network by a recipe. On several processes: torchrun --nproc-per-node N -m dirprune train RECIPE …"""
+    """Train a network by a recipe; what you do not give stays as the recipe has it.
+
+    On several processes: torchrun --nproc-per-node N -m dirprune train RECIPE …
+    """
     with clear_errors():
         from dirprune.lab import recipes, runs
         from dirprune.lab.follow import follow
@@ -153,7 +184,9 @@ def report(
     run: Annotated[
         list[Path], typer.Argument(help="Run directories; those that differ only in the seed are averaged.")
     ],
-    out: Annotated[Path | None, typer.Option(help="Folder for the figures [default: RUN/figures, or report].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the figures.", show_default="RUN/figures; report/ for several runs")
+    ] = None,
 ) -> None:
     """Show runs side by side: table, curves, layerwise sparsity."""
     with clear_errors():
@@ -171,21 +204,24 @@ def report(
         if len(run) == 1 and paths:
             from dirprune.lab import runs
 
-            print(f"\n{reports.layerwise(runs.load(run[0]))[1]}\n")
+            epoch, zeros = reports.layerwise(runs.load(run[0]))
+            print(f"\nLayer by layer, after epoch {epoch}:\n\n{zeros}\n")
         for path in paths:
             print(f"figure: {path}")
 
 
 @app.command()
 def tune(
-    recipe: Annotated[str, typer.Argument(help="One of `dirprune recipes`.")],
+    recipe: RecipeArgument,
     epochs: Annotated[int, typer.Option(min=1, help="Length of a trial; the paper used 1 to 5.")] = 3,
     tolerance: Annotated[float, typer.Option(help="Points of accuracy that a trial may lie below SGD.")] = 1.0,
-    mu: Annotated[list[float] | None, typer.Option(help="Search c for these μ [default: .501 .51 .55].")] = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    seed: int | None = None,
-    model: str | None = None,
+    mu: Annotated[
+        list[float] | None, typer.Option(help="Search c for this μ; may be repeated.", show_default=".501 .51 .55")
+    ] = None,
+    lr: RateOption = None,
+    batch_size: BatchOption = None,
+    seed: SeedOption = None,
+    model: ModelOption = None,
     data: DataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
@@ -198,6 +234,7 @@ def tune(
 
         chosen = _changed(recipes.get(recipe), lr=lr, batch_size=batch_size, seed=seed, model=model)
         trials = []
+        length = "1 epoch" if epochs == 1 else f"{epochs} epochs"
         search = tuning.tune(
             chosen, epochs=epochs, tolerance=tolerance, mus=mu or tuning.MUS, device=device_of(device), root=data
         )
@@ -208,15 +245,15 @@ def tune(
                 if not is_terminal():
                     emit(trial.to_dict())
         if is_terminal():
-            show(f"{epochs} epochs each, on held-out data", _TRIAL_COLUMNS, [_trial_row(t) for t in trials], left=1)
+            show(f"Trials of {length}, on held-out data", _TRIAL_COLUMNS, [_trial_row(t) for t in trials])
         best = tuning.choose(trials)
         if best is None:
             say("No c passed: allow a larger --tolerance or longer trials (--epochs).")
             raise typer.Exit(1)
-        changes = [("--lr", lr), ("--batch-size", batch_size), ("--seed", seed), ("--model", model), ("--data", data)]
-        words = " ".join(f"{name} {value}" for name, value in changes if value is not None)
-        say(f"Chosen: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} sparse after {epochs} epochs). Train with:")
-        command = f"dirprune train {recipe} --c {best.c:g} --mu {best.mu:g} {words}".rstrip()
+        options = {"c": best.c, "mu": best.mu, "lr": lr, "batch-size": batch_size, "seed": seed, "model": model}
+        words = [(f"--{name}", str(value)) for name, value in {**options, "data": data}.items() if value is not None]
+        command = shlex.join(["dirprune", "train", recipe, *chain.from_iterable(words)])
+        say(f"Chosen: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero after {length}). Train with:")
         if is_terminal():
             print(command)
         else:
@@ -226,7 +263,7 @@ def tune(
 @app.command()
 def data(
     name: Annotated[DownloadName, typer.Argument(help="Which data set.")],
-    to: Annotated[Path | None, typer.Option(help="Folder [default: $DIRPRUNE_DATA or ~/.cache/dirprune].")] = None,
+    to: Annotated[Path | None, typer.Option(help="Folder.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune")] = None,
 ) -> None:
     """Download a data set, check it and unpack it."""
     with clear_errors():
@@ -235,17 +272,19 @@ def data(
         from dirprune.lab.download import fetch
 
         folder = data_root(to)
-        with bar(name.value, total=None, unit="bytes") as advance:
+        with bar(name.value, total=None, unit="MB") as advance:
             seen = 0
 
             def progress(done: int, total: int | None) -> None:
                 nonlocal seen
-                advance(done - seen, total=total)
+                advance((done - seen) / 1e6, total=total and total / 1e6)
                 seen = done
 
             fetched = fetch(name.value, folder, progress=progress)
         how = {"present": "already there, and verified", "archive": "unpacked from the archive that was there"}
         say(f"{fetched.folder}: {how.get(fetched.source, 'downloaded and verified')}. Use it with --data {folder}")
+        if not is_terminal():
+            emit({"folder": str(fetched.folder), "source": fetched.source})
 
 
 @app.command()
@@ -256,14 +295,10 @@ def recipes() -> None:
     found = [known.get(name) for name in known.names()]
     if not is_terminal():
         for recipe in found:
-            emit({"name": recipe.name, "about": recipe.about, "model": recipe.model, "data": recipe.data})
+            emit(recipe.to_dict())
         return
-    rows = [
-        (r.name, r.about, r.data, r.model, str(r.epochs), f"c={r.c:g} μ={r.mu:g}", _published(r.published))
-        for r in found
-    ]
-    columns = ("recipe", "what", "data", "model", "epochs", "gRDA", "published (c; μ)")
-    show("Recipes: dirprune train RECIPE [--optimizer sgd]", columns, rows, left=4)
+    rows = [(r.name, r.about + _published(r.published), str(r.epochs), f"{r.c:g}", f"{r.mu:g}") for r in found]
+    show("dirprune train RECIPE", ("recipe", "what", "epochs", "c", "μ"), rows, left=2)
 
 
 @app.command()
@@ -307,10 +342,11 @@ def _changed(recipe: Recipe, **changes: Any) -> Recipe:
 
 
 def _published(settings: tuple[tuple[float, float], ...]) -> str:
+    """Return the paper's settings as the end of a description."""
     by_c: dict[float, list[str]] = {}
     for c, mu in settings:
         by_c.setdefault(c, []).append(f"{mu:g}")
-    return ", ".join(f"{c:g}; {' '.join(mus)}" for c, mus in by_c.items())
+    return "".join(f"\npublished: c={c:g}, μ={' '.join(mus)}" for c, mus in by_c.items())
 
 
 _TRIAL_COLUMNS = ("", "c", "μ", "accuracy (%)", "sparsity (%)", "")

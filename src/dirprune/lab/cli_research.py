@@ -12,10 +12,12 @@ from dirprune.lab.console import bar, clear_errors, emit, integers, is_terminal,
 app = typer.Typer()
 
 OutOption = Annotated[Path, typer.Option(help="Folder for tables and figures; the same command goes on with it.")]
-DataOption = Annotated[Path | None, typer.Option("--data", help="Folder of the data sets [default: the run's own].")]
+DataOption = Annotated[
+    Path | None, typer.Option("--data", help="Folder of the data sets.", show_default="the run's own")
+]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest there is.")]
 ExamplesOption = Annotated[
-    int | None, typer.Option(min=1, help="Training examples in the Hessian, a fixed part [default: all].")
+    int | None, typer.Option(min=1, help="Training examples in the Hessian, a fixed part.", show_default="all")
 ]
 BatchOption = Annotated[int, typer.Option(min=1, help="Examples a pass of a Hessian product.")]
 PrecisionOption = Annotated[str, typer.Option(help="float32, or tf32: faster on a GPU, residuals near 1e-3.")]
@@ -24,7 +26,7 @@ PrecisionOption = Annotated[str, typer.Option(help="float32, or tf32: faster on 
 @app.command()
 def theory(
     out: OutOption = Path("theory"),
-    figures: Annotated[Path | None, typer.Option(help="Folder for the figures [default: --out].")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Folder for the figures.", show_default="--out")] = None,
     problems: Annotated[int, typer.Option(min=1, help="Random problems to average over.")] = 20,
     runs: Annotated[int, typer.Option(min=2, help="Simulated runs for the limit law.")] = 4000,
     seed: int = 0,
@@ -55,7 +57,7 @@ def project(
     grda_run: Annotated[list[Path], typer.Argument(help="Runs of gRDA from the same weights and minibatches.")],
     out: OutOption = Path("projection"),
     k: Annotated[int, typer.Option(min=1, help="Leading positive eigenvectors.")] = 10,
-    epochs: Annotated[str | None, typer.Option(help="e.g. 10,300,600 [default: all that the runs share].")] = None,
+    epochs: Annotated[str | None, typer.Option(help="e.g. 10,300,600.", show_default="all that the runs share")] = None,
     examples: ExamplesOption = None,
     batch_size: BatchOption = 500,
     precision: PrecisionOption = "float32",
@@ -103,7 +105,7 @@ def score(
     run: Annotated[Path, typer.Argument(help="A trained run, best of SGD.")],
     out: OutOption = Path("score"),
     k: Annotated[str, typer.Option(help="Numbers of eigenvectors that stand for the curved space.")] = "0,10,30,100",
-    epoch: Annotated[int | None, typer.Option(help="Checkpoint to prune [default: the newest].")] = None,
+    epoch: Annotated[int | None, typer.Option(help="Checkpoint to prune.", show_default="the newest")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Products to estimate the Hessian's diagonal.")] = 100,
     recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Re-estimate BatchNorm statistics.")] = False,
     examples: ExamplesOption = None,
@@ -159,11 +161,13 @@ def connect(
     lr: float = 0.1,
     momentum: float = 0.9,
     schedule: Annotated[str, typer.Option(help="Of the learning rate.")] = "constant-linear-constant",
-    batch_size: Annotated[int | None, typer.Option(help="[default: that of run A]")] = None,
-    plane_examples: Annotated[int | None, typer.Option(help="Training examples for the plane [default: all].")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples a step.", show_default="that of run A")] = None,
+    plane_examples: Annotated[
+        int | None, typer.Option(help="Training examples for the plane.", show_default="all")
+    ] = None,
     fit: Annotated[bool, typer.Option("--fit/--no-fit", help="Without a fit: the straight line alone.")] = True,
-    epoch_a: Annotated[int | None, typer.Option(help="Checkpoint of run A [default: the newest].")] = None,
-    epoch_b: Annotated[int | None, typer.Option(help="Checkpoint of run B [default: the newest].")] = None,
+    epoch_a: Annotated[int | None, typer.Option(help="Checkpoint of run A.", show_default="the newest")] = None,
+    epoch_b: Annotated[int | None, typer.Option(help="Checkpoint of run B.", show_default="the newest")] = None,
     seed: int = 0,
     data: DataOption = None,
     device: DeviceOption = "auto",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from dirprune.lab.loader import Batch, Loader
 from dirprune.lab.processes import Process, joined
 from dirprune.lab.runs import Run, load
 from dirprune.lab.train import EpochRecord
+
+TICKS = 16
+"""How often an epoch moves the bar; a power of two, so that the parts of an epoch add up to exactly one."""
 
 
 def follow(
@@ -65,7 +69,7 @@ def _train(
 ) -> None:
     first = process.is_first
     interruption = Interruption()
-    message = "Stopping after this epoch; press Ctrl-C again to stop at once."
+    message = "Stopping after this epoch; press Ctrl-C again to stop at once." if first else ""
     with interruption.listening(message), _bar(run, title, first) as watched, _board(run, tensorboard) as log:
         records = conduct(
             run,
@@ -76,16 +80,14 @@ def _train(
             watch=watched.around,
             stopping=interruption,
         )
-        try:
+        with suppress(KeyboardInterrupt):  # the second one
             for record in records:
                 watched.note(record)
                 log(record)
                 if first and not quiet and not is_terminal():
                     emit(record.to_dict())
-        except KeyboardInterrupt:
-            interruption.asked = True
     if first:
-        _conclude(run, interruption.asked, quiet)
+        _conclude(run, quiet)
 
 
 def device_of(name: str) -> torch.device:
@@ -113,7 +115,7 @@ class _Watched:
         return self
 
     def note(self, record: EpochRecord) -> None:
-        self.advance(0, note=f"accuracy {record.test_accuracy:.2f}%  sparsity {record.sparsity:.1%}")
+        self.advance(0, note=f"accuracy {record.test_accuracy:.2f}%, {record.sparsity:.1%} zero")
 
     @property
     def examples(self) -> int:
@@ -130,13 +132,13 @@ class _Watched:
         return iter(self._loader)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        total = len(self)
-        every = max(1, total // 20)
+        total, told = len(self), 0
         for number, batch in enumerate(self._loader.epoch(epoch), start=1):
             yield batch
-            if number % every == 0:
-                self.advance(every / total)
-        self.advance(total % every / total)
+            ticks = TICKS * number // total
+            if ticks > told:
+                self.advance((ticks - told) / TICKS)
+                told = ticks
 
     @property
     def _loader(self) -> Loader:
@@ -186,13 +188,16 @@ def _shared(run: Run | Callable[[], Run], process: Process) -> Run:
     return made or load(Path(folder))
 
 
-def _conclude(run: Run, interrupted: bool, quiet: bool) -> None:
-    records = run.records()
-    if interrupted:
-        saved = checkpoint.epochs(run.checkpoints)
-        say(f"Stopped; saved up to epoch {saved[-1] if saved else 0} of {run.recipe.epochs}. Go on with:")
-        say(f"    dirprune resume {run.folder}")
+def _conclude(run: Run, quiet: bool) -> None:
+    saved = checkpoint.epochs(run.checkpoints)
+    if not saved:
+        say("Stopped before the first epoch; nothing is kept.")
         raise typer.Exit(INTERRUPTED)
+    if saved[-1] < run.recipe.epochs:
+        say(f"Stopped; saved up to epoch {saved[-1]} of {run.recipe.epochs}. Go on with:")
+        say(f"    dirprune resume {shlex.quote(str(run.folder))}")
+        raise typer.Exit(INTERRUPTED)
+    records = run.records()
     if quiet or not records:
         return
     last = records[-1]
@@ -201,4 +206,4 @@ def _conclude(run: Run, interrupted: bool, quiet: bool) -> None:
         f"{run.folder}: epoch {last.epoch} of {run.recipe.epochs}, {what} accuracy {last.test_accuracy:.2f}%, "
         f"{last.sparsity:.2%} of all parameters are zero. Look at it with:"
     )
-    say(f"    dirprune report {run.folder}")
+    say(f"    dirprune report {shlex.quote(str(run.folder))}")

@@ -63,24 +63,26 @@ def tune(
     if not tolerance >= 0:
         raise ValueError(f"tolerance={tolerance}: give the points of accuracy that may be lost, ≥ 0")
     recipe = replace(recipe, validation=recipe.validation or VALIDATION)
+    starts = [replace(recipe, optimizer="grda", c=C_START, mu=mu) for mu in mus]  # a bad μ is refused before any work
     baseline = _last(replace(recipe, optimizer="sgd"), epochs, device, root)
     if baseline is None:
         raise ValueError(f"SGD itself diverges at lr={recipe.lr}; tune the learning rate first (--lr)")
     yield Trial("sgd", 0.0, 0.0, baseline.test_accuracy, baseline.sparsity, passes=True)
-    for mu in mus:
-        c, misses = C_START, 0
+    for start in starts:
+        c, misses = start.c, 0
         while c <= C_LIMIT and misses < MISSES:
-            record = _last(replace(recipe, optimizer="grda", c=c, mu=mu), epochs, device, root)
+            record = _last(replace(start, c=c), epochs, device, root)
             accuracy = record.test_accuracy if record else None
             passes = accuracy is not None and accuracy >= baseline.test_accuracy - tolerance
-            yield Trial("grda", c, mu, accuracy, record.sparsity if record else 0.0, passes)
+            yield Trial("grda", c, start.mu, accuracy, record.sparsity if record else 0.0, passes)
             misses = 0 if passes else misses + 1
             c *= 2
 
 
 def choose(trials: Iterable[Trial]) -> Trial | None:
     """Return, of the greatest passing c of every μ, the one that pruned most; None if no c passed."""
-    greatest = {trial.mu: trial for trial in trials if trial.optimizer == "grda" and trial.passes}
+    passing = sorted((trial for trial in trials if trial.optimizer == "grda" and trial.passes), key=lambda t: t.c)
+    greatest = {trial.mu: trial for trial in passing}
     return max(greatest.values(), key=lambda trial: trial.sparsity, default=None)
 
 

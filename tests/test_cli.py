@@ -1,0 +1,548 @@
+"""The commands as a user types them: what they print, write, refuse and leave alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import dirprune
+from dirprune.lab import (
+    bench,
+    checkpoint,
+    cli,
+    cli_research,
+    connectivity,
+    console,
+    download,
+    follow,
+    recipes,
+    report,
+    runs,
+    theory_report,
+)
+from dirprune.lab.experiment import assemble
+
+MODULE = """
+from torch import nn
+
+def linear(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
+"""
+LINEAR = "cli_networks:linear"
+
+
+def call(*words: object) -> Result:
+    """Run a command in this process; what is not a message to the user is raised."""
+    result = CliRunner().invoke(cli.app, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def objects(result: Result) -> list[dict[str, Any]]:
+    """Return the objects that a command printed, one a line and nothing else."""
+    assert result.exit_code == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def flat(options: dict[str, Any]) -> list[Any]:
+    return [word for pair in options.items() for word in pair]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def networks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A user's own module, with a network so small that its runs cost nothing."""
+    folder = tmp_path_factory.mktemp("networks")
+    (folder / "cli_networks.py").write_text(MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DIRPRUNE_DATA", raising=False)
+    monkeypatch.delenv("DIRPRUNE_TRACEBACK", raising=False)
+
+
+@pytest.fixture
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a person sees; 80 columns are what a terminal has when nobody chose."""
+    for module in (cli, cli_research, console, follow):
+        monkeypatch.setattr(module, "is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, networks: None) -> dict[str, tuple[Path, Result]]:
+    """Runs of two epochs with every checkpoint kept, and what training them printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    common = ("--model", LINEAR, "--epochs", 2, "--keep", "0,1,2", "--c", 0.02)
+    made = {}
+    for name, options in {
+        "sgd": ("--optimizer", "sgd"),
+        "grda": ("--tensorboard",),
+        "seed1": ("--seed", 1),
+        "held-out": ("--validation", 0.2),
+    }.items():
+        result = call("train", "digits", *common, *options, "--out", folder / name)
+        made[name] = (folder / name, result)
+    return made
+
+
+# What it costs to ask
+
+
+def test_the_commands_are_there_without_torch_numpy_or_matplotlib() -> None:
+    code = "import sys, dirprune.lab.cli; print(*{'torch', 'numpy', 'matplotlib', 'sklearn'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""
+
+
+def test_version() -> None:
+    assert call("--version").stdout == f"dirprune {dirprune.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("verb", "default"),
+    [
+        ("demo", "(60)"),
+        ("train", "(a new one under runs/)"),
+        ("train", "($DIRPRUNE_DATA or ~/.cache/dirprune)"),
+        ("report", "RUN/figures"),
+        ("tune", ".501 .51 .55"),
+        ("project", "(the run's own)"),
+        ("score", "(the newest)"),
+        ("connect", "(that of run A)"),
+    ],
+)
+def test_help_says_what_happens_by_default(verb: str, default: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 300)
+    assert default in call(verb, "--help").stdout
+
+
+# demo
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    folder = tmp_path_factory.mktemp("demo") / "out"
+    return folder, call("demo", "--epochs", 2, "--out", folder)
+
+
+def test_demo_gives_machines_one_object_and_a_figure(demo: tuple[Path, Result]) -> None:
+    folder, result = demo
+    (found,) = objects(result)
+    assert Path(found["figure"]) == folder / "demo.png"
+    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert [row["optimizer"] for row in found["rows"]] == ["sgd", "grda"]
+    for row in found["rows"]:
+        records = runs.load(folder / row["optimizer"]).records()
+        assert row["test_accuracy"]["mean"] == records[-1].test_accuracy
+        assert row["sparsity"]["mean"] == records[-1].sparsity
+    assert result.stderr == ""
+
+
+def test_demo_trains_both_from_the_same_weights(demo: tuple[Path, Result]) -> None:
+    folder, _ = demo
+    sgd, grda = (checkpoint.load(folder / name / "checkpoints" / "epoch-0000.pt")["model"] for name in ("sgd", "grda"))
+    made = assemble(replace(recipes.get("digits"), seed=0), device=torch.device("cpu"), root=None).model.state_dict()
+    for name, value in made.items():
+        assert torch.equal(sgd[name], value)
+        assert torch.equal(grda[name], value)
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_demo_at_a_terminal_and_a_second_time(demo: tuple[Path, Result]) -> None:
+    folder, _ = demo
+    before = tree(folder)
+    text = call("demo", "--epochs", 1, "--out", folder).stdout
+    assert tree(folder) == before
+    again = folder.with_name("out-2")
+    lines = text.splitlines()
+    for name in ("sgd", "grda"):
+        record = runs.load(again / name).records()[-1]
+        (line,) = [line for line in lines if line.split()[:1] == ["SGD" if name == "sgd" else "gRDA"]]
+        assert f"{record.test_accuracy:.2f}" in line
+        assert f"{100 * record.sparsity:.2f}" in line
+        assert line.rstrip().endswith(" s")
+    assert [line for line in lines if line.startswith("conv2.weight")]
+    assert f"{again / 'demo.png'}" in text
+    assert (again / "demo.png").exists()
+
+
+# train, resume, report
+
+
+def test_train_prints_its_records_and_nothing_else(trained: dict[str, tuple[Path, Result]]) -> None:
+    folder, result = trained["grda"]
+    assert objects(result) == [record.to_dict() for record in runs.load(folder).records()]
+    assert [record["epoch"] for record in objects(result)] == [1, 2]
+    assert f"dirprune report {folder}" in result.stderr
+    assert "epoch 2 of 2, test accuracy" in result.stderr
+
+
+def test_event_files_hold_the_records(trained: dict[str, tuple[Path, Result]]) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder, result = trained["grda"]
+    events = event_accumulator.EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    for name in ("test_accuracy", "sparsity", "lr"):
+        read = [(event.step, event.value) for event in events.Scalars(name)]
+        written = [(record["epoch"], pytest.approx(record[name], rel=1e-6)) for record in objects(result)]
+        assert read == written
+    assert not (trained["sgd"][0] / "tensorboard").exists()
+
+
+def test_kept_checkpoints_stay(trained: dict[str, tuple[Path, Result]]) -> None:
+    assert checkpoint.epochs(trained["grda"][0] / "checkpoints") == [0, 1, 2]
+
+
+def test_a_validation_share_is_held_out_and_reported_on(trained: dict[str, tuple[Path, Result]]) -> None:
+    folder, result = trained["held-out"]
+    assert "validation accuracy" in result.stderr
+    parts = assemble(runs.load(folder).recipe, device=torch.device("cpu"), root=None)
+    assert parts.loaders.validation is not None
+    parts.model.load_state_dict(runs.weights_of(runs.load(folder))[1])
+    ((inputs, targets),) = list(parts.loaders.validation)
+    right = (parts.model(inputs).argmax(1) == targets).sum()
+    assert len(targets) + parts.loaders.train.examples == 1438
+    assert objects(result)[-1]["test_accuracy"] == pytest.approx(100 * right.item() / len(targets))
+
+
+def test_every_override_reaches_the_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, Any] = {}
+
+    def only_make(run: Any, **options: Any) -> None:
+        run()
+        given.update(options)
+
+    monkeypatch.setattr(follow, "follow", only_make)
+    words = "--optimizer sgd --c .25 --mu .75 --lr .5 --epochs 7 --batch-size 9 --seed 11 --model resnet18"
+    words += " --validation .125 --keep 3,5 --precision float32 --no-compile --data d --device cpu --save-every 4"
+    call("train", "vgg16-cifar10", *words.split(), "--tensorboard", "--out", "run")
+    found, plain = json.loads(Path("run/config.json").read_text()), recipes.get("vgg16-cifar10").to_dict()
+    changed = {key: value for key, value in found.items() if json.loads(json.dumps(plain[key])) != value}
+    execution = changed.pop("cuda")
+    assert changed == {
+        **{"optimizer": "sgd", "c": 0.25, "mu": 0.75, "lr": 0.5, "epochs": 7, "batch_size": 9, "seed": 11},
+        **{"model": "resnet18", "validation": 0.125, "keep": [3, 5]},
+    }
+    assert execution == {**plain["cuda"], "precision": "float32", "compile": False}
+    assert given == {"device": "cpu", "root": Path("d"), "save_every": 4, "tensorboard": True}
+
+
+def test_without_out_the_run_is_named_after_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "follow", lambda run, **_: run())
+    call("train", "digits", "--c", 0.5, "--seed", 3)
+    assert runs.load(Path("runs/digits-grda-c0.5-mu0.7-s3")).recipe.c == 0.5
+
+
+def test_resuming_trains_what_is_missing_and_no_more(trained: dict[str, tuple[Path, Result]], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained["grda"][0], folder)
+    whole = checkpoint.load(folder / "checkpoints" / "epoch-0002.pt")
+    for path in (folder / "checkpoints").glob("epoch-0002*"):
+        path.unlink()
+    again = objects(call("resume", folder))
+    assert [record["epoch"] for record in again] == [2]
+    resumed = checkpoint.load(folder / "checkpoints" / "epoch-0002.pt")
+    assert all(torch.equal(resumed["model"][name], value) for name, value in whole["model"].items())
+    assert objects(call("resume", folder)) == []
+
+
+def test_a_damaged_checkpoint_is_told_in_one_line(trained: dict[str, tuple[Path, Result]], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained["grda"][0], folder)
+    with (folder / "checkpoints" / "epoch-0002.pt").open("ab") as file:
+        file.write(b"x")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        result = call("resume", folder)
+    assert [record["epoch"] for record in objects(result)] == [2]
+    first = result.stderr.splitlines()[0]
+    assert first.startswith("dirprune: going back to")
+    assert "epoch-0001.pt" in first
+    assert ".py" not in result.stderr
+
+
+def test_report_of_seeds_for_machines(trained: dict[str, tuple[Path, Result]]) -> None:
+    (found,) = objects(call("report", *(trained[name][0] for name in ("sgd", "seed1", "grda"))))
+    by_optimizer = {row["optimizer"]: row for row in found["rows"]}
+    values = [objects(trained[name][1])[-1]["test_accuracy"] for name in ("grda", "seed1")]
+    spread = by_optimizer["grda"]["test_accuracy"]
+    assert by_optimizer["grda"]["seeds"] == [0, 1]
+    assert spread["mean"] == pytest.approx(sum(values) / 2)
+    assert spread["std"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+    assert by_optimizer["sgd"]["test_accuracy"]["std"] is None
+    assert [Path(path) for path in found["figures"]] == [Path("report/curves.png"), Path("report/layers.png")]
+    assert all(Path(path).exists() for path in found["figures"])
+
+
+@pytest.mark.usefixtures("_terminal")
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_report_loses_nothing_at_a_narrow_terminal(
+    columns: str, trained: dict[str, tuple[Path, Result]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(report, "draw", lambda *_: [Path("curves.png")])
+    text = call("report", trained["sgd"][0], trained["grda"][0]).stdout
+    for word in ("gRDA", "c=0.02", "SGD", "accuracy", "weight", "s/epoch", "figure: curves.png"):
+        assert word in text
+    for name in ("sgd", "grda"):
+        last = objects(trained[name][1])[-1]
+        assert f"{last['test_accuracy']:.2f}" in text
+        assert f"{last['test_loss']:.4f}" in text
+    assert "…" not in text
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_report_of_one_run_at_a_terminal(trained: dict[str, tuple[Path, Result]], tmp_path: Path) -> None:
+    text = call("report", trained["held-out"][0], "--out", tmp_path / "figures")
+    assert "after epoch 2" in text.stdout
+    assert "1.weight" in text.stdout
+    assert "20% held out" in text.stderr
+    assert (tmp_path / "figures" / "curves.png").exists()
+
+
+# What is refused
+
+
+def test_an_existing_out_is_refused_and_untouched(trained: dict[str, tuple[Path, Result]]) -> None:
+    folder = trained["sgd"][0]
+    before = tree(folder)
+    result = call("train", "digits", "--out", folder)
+    assert result.exit_code == 1
+    assert f"dirprune resume {folder}" in result.stderr
+    assert tree(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("train vgg-cifar", "Did you mean 'vgg16-cifar10'? Known: digits,"),
+        ("train digits --c=-1", "c=-1.0"),
+        ("train digits --c nan", "c=nan"),
+        ("train digits --mu 0", "mu=0.0"),
+        ("train digits --lr 0", "lr=0.0"),
+        ("train digits --epochs 0", "epochs=0"),
+        ("train digits --batch-size 0", "batch_size=0"),
+        ("train digits --validation 1", "validation=1.0"),
+        ("train digits --keep some", "--keep 'some'"),
+        ("train digits --device cuda", "torch finds no CUDA device here; give --device cpu"),
+        ("train digits --device gpu", "give cpu, cuda or auto"),
+        ("train digits --model smal", "did you mean 'small'?"),
+        ("train digits --model no_such.module:net", "is it installed, or its folder on PYTHONPATH?"),
+        (f"train digits --model {LINEAR}ly", "does not exist"),
+        ("train vgg16-cifar10", "`dirprune data cifar10 --to "),
+        ("train wrn28x10-cifar100 --data nowhere", "`dirprune data cifar100 --to nowhere`"),
+        ("train resnet50-imagenet --data nowhere", "nowhere"),
+        ("resume nowhere", "nowhere is not a run"),
+        ("report nowhere", "nowhere is not a run"),
+        ("tune digit", "Did you mean 'digits'?"),
+        ("tune digits --mu .6 --mu=-1", "mu=-1.0"),
+        ("tune digits --tolerance=-1", "tolerance=-1.0"),
+        ("tune digits-short --epochs 6", "1 to 5 epochs"),
+        ("bench nothing", "vgg16, wrn28x10, resnet50, small"),
+        ("project nowhere nowhere", "nowhere is not a run"),
+        ("score nowhere", "nowhere is not a run"),
+        ("connect nowhere nowhere", "nowhere is not a run"),
+    ],
+)
+def test_errors_are_one_line_and_come_before_any_work(
+    words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("DIRPRUNE_DATA", str(tmp_path / "none"))
+    result = call(*words.split())
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("dirprune: ")
+    assert told in line
+    assert [path for path in tmp_path.rglob("*") if path.name != "runs"] == []
+
+
+def test_a_traceback_comes_on_demand_and_for_our_own_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIRPRUNE_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="no recipe"):
+        call("train", "vgg-cifar")
+    monkeypatch.delenv("DIRPRUNE_TRACEBACK")
+
+    def broken(name: str) -> None:
+        raise KeyError(name)
+
+    monkeypatch.setattr(recipes, "get", broken)
+    with pytest.raises(KeyError):
+        call("train", "digits")
+
+
+def test_a_foreign_warning_stays_a_warning() -> None:
+    with pytest.warns(UserWarning, match="not ours"), console.clear_errors():
+        warnings.warn("not ours", UserWarning, stacklevel=1)
+
+
+def test_a_wrong_word_is_a_usage_error() -> None:
+    assert call("train", "digits", "--optimizer", "adam").exit_code == 2
+    assert call("demo", "--epochs", 0).exit_code == 2
+
+
+# recipes and data
+
+
+def test_recipes_for_machines() -> None:
+    found = [recipes.Recipe.from_dict(values) for values in objects(call("recipes"))]
+    assert found == [recipes.get(name) for name in recipes.names()]
+
+
+@pytest.mark.usefixtures("_terminal")
+@pytest.mark.parametrize("columns", ["80", "160"])
+def test_recipes_can_be_read_at_a_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = call("recipes").stdout.splitlines()
+    for name in recipes.names():
+        (line,) = [line for line in lines if line.split()[:1] == [name]]
+        assert [word.strip() for word in line.split("│")][2] == str(recipes.get(name).epochs)
+    assert "0.501 0.55 0.6 0.65" in " ".join(lines)
+    assert max(map(len, lines)) <= int(columns)
+
+
+@pytest.mark.parametrize("source", ["present", "archive", "download"])
+def test_data(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def fetch(name: str, to: Path, *, progress: download.Progress) -> download.Fetched:
+        seen.append((name, to))
+        progress(10, None)
+        progress(30, 30)
+        return download.Fetched(to / "set", source)
+
+    monkeypatch.setattr(download, "fetch", fetch)
+    result = call("data", "cifar100", "--to", "there")
+    assert seen == [("cifar100", Path("there"))]
+    assert objects(result) == [{"folder": "there/set", "source": source}]
+    assert "Use it with --data there" in result.stderr
+
+
+def test_data_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*_: Any, **__: Any) -> None:
+        raise download.DownloadError("no network; put the file there")
+
+    monkeypatch.setattr(download, "fetch", fetch)
+    result = call("data", "cifar10")
+    assert (result.exit_code, result.stderr) == (1, "dirprune: no network; put the file there\n")
+
+
+# What needs its own measurement
+
+
+@pytest.fixture
+def _quick_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench.WORKLOADS, "small", replace(bench.WORKLOADS["small"], examples=64))
+
+
+@pytest.mark.usefixtures("_quick_bench")
+def test_bench(tmp_path: Path) -> None:
+    found = objects(call("bench", "small", "--device", "cpu", "--out", "bench.csv"))
+    assert [cost["optimizer"] for cost in found] == ["sgd", "grda"]
+    assert all(cost["ms"] > 0 for cost in found)
+    lines = Path("bench.csv").read_text().splitlines()
+    assert len(lines) == 3
+    assert "hardware" in lines[0]
+
+
+@pytest.mark.usefixtures("_quick_bench", "_terminal")
+def test_bench_at_a_terminal() -> None:
+    text = call("bench", "small", "--device", "cpu").stdout
+    assert "÷ SGD" in text
+    assert "1.000" in text
+
+
+def test_theory(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = theory_report.study
+
+    def first(**options: Any) -> Iterator[Any]:
+        assert options == {"problems": 1, "runs": 2, "seed": 4}
+        yield next(finding for finding in whole(**options) if isinstance(finding, theory_report.Finding))
+
+    def first_of_report(out: Path, *, figures: Path | None, **options: Any) -> Iterator[Any]:
+        assert (out, figures) == (Path("numbers"), Path("pictures"))
+        yield from first(**options)
+
+    monkeypatch.setattr(theory_report, "report", first_of_report)
+    options = {"--problems": 1, "--runs": 2, "--seed": 4, "--out": "numbers", "--figures": "pictures"}
+    result = call("theory", *flat(options))
+    (row,) = objects(result)
+    assert row["gamma"] > 0
+    assert "numbers, pictures" in result.stderr
+
+
+def test_project(trained: dict[str, tuple[Path, Result]]) -> None:
+    sgd, grda = trained["sgd"][0], trained["grda"][0]
+    options = {"--k": 2, "--epochs": "1,2", "--examples": 100, "--max-iterations": 30, "--out": "out"}
+    rows = objects(call("project", sgd, grda, *flat(options)))
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert all(0 < row["share"] <= 1 for row in rows)
+    for name in ("projection.csv", "eigenvalues.csv", "projection.png"):
+        assert Path("out", name).exists()
+
+
+def test_score(trained: dict[str, tuple[Path, Result]]) -> None:
+    options = {"--k": "0,2", "--samples": 2, "--examples": 100, "--max-iterations": 60, "--tolerance": 0.01}
+    rows = objects(call("score", trained["sgd"][0], *flat(options), "--out", "out"))
+    assert {row["method"] for row in rows} >= {"directional", "magnitude"}
+    assert {row["k"] for row in rows if row["method"] == "directional"} >= {2}
+    for name in ("score.csv", "score.png"):
+        assert Path("out", name).exists()
+
+
+def test_connect_and_its_table_at_a_terminal(
+    trained: dict[str, tuple[Path, Result]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"--epochs": 1, "--points": 3, "--grid": 3, "--plane-examples": 32, "--epoch-b": 1, "--out": "out"}
+    command = ("connect", trained["grda"][0], trained["sgd"][0], *flat(options))
+    (found,) = objects(call(*command))
+    assert (found["config"]["epoch_a"], found["config"]["epoch_b"]) == (2, 1)
+    assert found["distance"] > 0
+    for name in ("profile.csv", "plane.csv", "summary.json", "figures/profile.png", "figures/plane.png"):
+        assert Path("out", name).exists()
+
+    def nothing_left(*_: Any, **__: Any) -> Iterator[Any]:
+        yield from ()
+
+    request.getfixturevalue("_terminal")
+    monkeypatch.setattr(connectivity, "connect", nothing_left)
+    assert "straight line" in call(*command).stdout
+
+
+def test_reproduce(trained: dict[str, tuple[Path, Result]]) -> None:
+    result = call("reproduce", trained["grda"][0], "--results", "results")
+    assert result.exit_code == 0
+    assert "vgg16-cifar10, SGD: no run yet" in result.stdout
+    assert "digits" in result.stderr
+    assert len(Path("results/trajectories.csv").read_text().splitlines()) == 3
+    assert Path("results/ledger.csv").exists()
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_the_studies_at_a_terminal(trained: dict[str, tuple[Path, Result]]) -> None:
+    sgd, grda = trained["sgd"][0], trained["grda"][0]
+    small = ("--examples", 100, "--max-iterations", 40, "--out")
+    assert "random" in call("project", sgd, grda, "--k", 1, "--epochs", 2, *small, "p").stdout
+    assert "magnitude" in call("score", sgd, "--k", 0, "--samples", 1, *small, "s").stdout

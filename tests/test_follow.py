@@ -1,0 +1,190 @@
+"""Training before the user's eyes: the bar, Ctrl-C, and several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from dirprune.lab import checkpoint, cli, runs
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+MODULE = """
+import signal
+from torch import nn
+
+class Interrupting(nn.Sequential):
+    "Presses Ctrl-C in the given training steps."
+
+    def __init__(self, num_classes, *steps):
+        super().__init__(nn.Flatten(), nn.Linear(64, num_classes))
+        self.steps, self.done = steps, 0
+
+    def forward(self, inputs):
+        if self.training:
+            self.done += 1
+            for _ in range(self.steps.count(self.done)):
+                signal.raise_signal(signal.SIGINT)
+        return super().forward(inputs)
+
+def quiet(num_classes):
+    return Interrupting(num_classes)
+
+def once(num_classes):
+    return Interrupting(num_classes, 8)
+
+def twice(num_classes):
+    return Interrupting(num_classes, 8, 9)
+
+def late(num_classes):
+    return Interrupting(num_classes, 24)
+
+def early(num_classes):
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+"""
+# 1438 examples in batches of 256: 6 steps an epoch.
+SHORT = ("train", "digits", "--batch-size", 256, "--epochs", 4, "--out", "run")
+
+
+def call(*words: object) -> Result:
+    result = CliRunner().invoke(cli.app, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def state(folder: Path, epoch: int) -> dict[str, torch.Tensor]:
+    return dict(runs.weights_of(runs.load(folder), epoch)[1])
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "follow_networks.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is before
+    sys.modules.pop("follow_networks", None)
+
+
+def test_the_first_ctrl_c_finishes_the_epoch_and_saves() -> None:
+    result = call(*SHORT, "--model", "follow_networks:once")
+    assert result.exit_code == 130
+    assert [json.loads(line)["epoch"] for line in result.stdout.splitlines()] == [1, 2]
+    assert result.stderr.splitlines() == [
+        "Stopping after this epoch; press Ctrl-C again to stop at once.",
+        "Stopped; saved up to epoch 2 of 4. Go on with:",
+        "    dirprune resume run",
+    ]
+    assert checkpoint.epochs(Path("run/checkpoints"))[-1] == 2
+
+
+def test_the_second_ctrl_c_stops_at_once() -> None:
+    result = call(*SHORT, "--model", "follow_networks:twice", "--save-every", 1)
+    assert result.exit_code == 130
+    assert [json.loads(line)["epoch"] for line in result.stdout.splitlines()] == [1]
+    assert result.stderr.splitlines()[1:] == [
+        "Stopped; saved up to epoch 1 of 4. Go on with:",
+        "    dirprune resume run",
+    ]
+
+
+def test_ctrl_c_in_the_last_epoch_changes_nothing() -> None:
+    result = call(*SHORT, "--model", "follow_networks:late")
+    assert result.exit_code == 0
+    assert "epoch 4 of 4" in result.stderr
+    assert "resume" not in result.stderr
+
+
+def test_ctrl_c_before_the_first_epoch_keeps_nothing_and_says_so() -> None:
+    result = call(*SHORT, "--model", "follow_networks:early")
+    assert result.exit_code == 130
+    assert "nothing is kept" in result.stderr
+    assert "resume" not in result.stderr
+    assert not Path("run").exists()
+
+
+def test_a_folder_with_a_space_is_named_so_that_the_shell_reads_it() -> None:
+    result = call(*SHORT[:-1], "my run", "--model", "follow_networks:once")
+    assert result.stderr.splitlines()[-1] == "    dirprune resume 'my run'"
+
+
+def test_a_run_that_diverges_stays_and_says_what_to_do() -> None:
+    result = call(*SHORT, "--model", "follow_networks:quiet", "--lr", 1e38, "--optimizer", "sgd")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert "epoch-0000.pt" in line
+    assert "--lr (now 1e+38)" in line
+    assert runs.load(Path("run")).records() == []
+
+
+def test_the_bar_counts_whole_epochs_and_shows_accuracy_and_sparsity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    result = call("train", "digits", "--batch-size", 48, "--epochs", 3, "--model", "follow_networks:quiet")
+    bar = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", result.stderr)
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert "digits ━" in bar
+    assert "3/3 epochs" in bar  # 30 steps: thirtieths do not add up to one exactly
+    assert f"accuracy {last['test_accuracy']:.2f}%, {last['sparsity']:.1%} zero" in bar
+    assert re.search(r"\d:\d\d:\d\d left", bar)
+    assert "…" not in bar
+
+
+# As processes of their own
+
+
+def test_a_real_ctrl_c_and_going_on_equal_an_uninterrupted_run() -> None:
+    words = ["train", "digits", "--epochs", "6", "--seed", "5"]
+    command = [sys.executable, "-m", "dirprune", *words, "--out", "stopped"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest, messages = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "    dirprune resume stopped" in messages.splitlines()
+    printed = [json.loads(line)["epoch"] for line in [first, *rest.splitlines()]]
+    assert printed[-1] < 6
+    assert checkpoint.epochs(Path("stopped/checkpoints"))[-1] == printed[-1]
+
+    resumed = call("resume", "stopped")
+    assert [json.loads(line)["epoch"] for line in resumed.stdout.splitlines()] == list(range(printed[-1] + 1, 7))
+    assert call(*words, "--out", "whole").exit_code == 0
+    expected = state(Path("whole"), 6)
+    assert all(torch.equal(value, expected[name]) for name, value in state(Path("stopped"), 6).items())
+    numbers = [[(r.test_loss, r.sparsity) for r in runs.load(Path(name)).records()] for name in ("stopped", "whole")]
+    assert numbers[0] == numbers[1]
+
+
+def test_two_processes_equal_one_and_speak_with_one_voice() -> None:
+    words = ["train", "digits-short", "--epochs", "2", "--model", "follow_networks:quiet", "--batch-size", "256"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(Path.cwd())}
+    pair = subprocess.run(
+        [*torchrun, "dirprune", *words, "--out", "pair"], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert pair.returncode == 0, pair.stderr
+    assert call(*words, "--out", "alone").exit_code == 0
+    records = [json.loads(line) for line in pair.stdout.splitlines()]
+    assert [record["epoch"] for record in records] == [1, 2]
+    assert pair.stderr.count("dirprune report pair") == 1
+    expected = state(Path("alone"), 2)
+    for name, value in state(Path("pair"), 2).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
+    alone = runs.load(Path("alone")).records()[-1]
+    assert records[-1]["test_accuracy"] == pytest.approx(alone.test_accuracy, abs=0.3)
+    assert runs.load(Path("pair")).sessions()[0]["processes"] == 2
