@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from test_optim import SGD_OPTIONS, drive, gradients, parameters, saved_and_loaded
+from test_optim import SGD_OPTIONS, gradients, parameters, saved_and_loaded
 from torch import nn
 
 from dirprune import GRDA
@@ -26,14 +27,18 @@ def _kernel() -> Iterator[None]:
         if DEVICE == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
             importlib.reload(_fused)
+            patch.setattr(_fused, "CHUNK", 1024)  # interpreting is slow
+            patch.setattr(_fused, "BLOCK", 512)
         yield
     if DEVICE == "cpu":
         importlib.reload(_fused)
 
 
 def on_device(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    # One tensor of several chunks, and one that is not a multiple of anything.
-    extra = [nn.Parameter(torch.randn(9001, generator=torch.Generator().manual_seed(5)).to(dtype))]
+    from dirprune import _fused
+
+    size = 2 * _fused.CHUNK + 17  # three programs share this one
+    extra = [nn.Parameter(torch.randn(size, generator=torch.Generator().manual_seed(5)).to(dtype))]
     return [nn.Parameter(p.detach().to(DEVICE)) for p in [*parameters(dtype), *extra]]
 
 
@@ -173,7 +178,55 @@ if torch.cuda.is_available():  # a CUDA graph exists nowhere else
         finally:
             torch.cuda.set_sync_debug_mode("default")
         kernels = [e.name for e in profile.events() if "memcpy" not in e.name.lower()]
-        assert sum("grda" in name for name in kernels) == 1
+        assert len(kernels) == 1
+        assert "grda" in kernels[0]
+
+    def test_a_rate_on_the_host_and_a_group_on_two_devices() -> None:
+        params = [nn.Parameter(torch.ones(3, device=device)) for device in ("cuda", "cpu")]
+        optimizer = GRDA(params, lr=torch.tensor(0.1), c=0.1)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        torch.testing.assert_close(params[0].cpu(), params[1])
+
+    def test_two_graphs_of_two_dtypes_take_turns() -> None:
+        def make() -> list[nn.Parameter]:
+            generator = torch.Generator().manual_seed(0)
+            kinds = (torch.float32, torch.bfloat16)
+            return [nn.Parameter(torch.randn(5, generator=generator).to("cuda", dtype)) for dtype in kinds]
+
+        graphed, plain_params = make(), make()
+        optimizer = GRDA(graphed, c=0.05, capturable=True)
+        plain = GRDA(plain_params, c=0.05, foreach=False, fused=False)
+        step_both((optimizer, graphed), (plain, plain_params), range(1))
+        inputs = [torch.zeros_like(p) for p in graphed]
+        graphs = []
+        for _ in range(2):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for p, static in zip(graphed, inputs, strict=True):
+                    p.grad = static * 1.0
+                optimizer.step()
+            graphs.append(graph)
+        for step in range(1, 9):
+            for static, q, grad in zip(inputs, plain_params, gradients(step, graphed), strict=True):
+                static.copy_(grad)
+                q.grad = grad.to(DEVICE)
+            graphs[step % 2].replay()
+            plain.step()
+            if step == 5:  # a loaded state reaches the graphs
+                optimizer.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+        for p, q in zip(graphed, plain_params, strict=True):
+            torch.testing.assert_close(p, q)
+            assert float(optimizer.state[p]["step"]) == 9
+
+    def test_capturing_without_capturable_is_refused() -> None:
+        params = on_device()
+        optimizer = GRDA(params, c=0.05)
+        drive_on_device(optimizer, params, range(1))
+        with pytest.raises(RuntimeError, match="capturable=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            optimizer.step()
 
     def test_capturing_before_any_step_is_refused() -> None:
         params = on_device()
@@ -184,10 +237,79 @@ if torch.cuda.is_available():  # a CUDA graph exists nowhere else
             optimizer.step()
 
 
-def test_a_copy_makes_its_own_tables() -> None:
+@pytest.mark.parametrize("path", FUSED)
+def test_what_underflows_in_half_precision_is_plus_zero(path: dict[str, Any]) -> None:
+    p = nn.Parameter(torch.tensor([-0.1], dtype=torch.float16, device=DEVICE))
+    optimizer = GRDA([p], lr=1.0, c=float(-p.detach().float()) - 1e-8, mu=0.6, **path)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert p.item() == 0.0
+    assert not torch.signbit(p).any()
+
+
+def replaced_accumulator(optimizer: GRDA, p: nn.Parameter) -> None:
+    optimizer.state[p]["accumulator"] = torch.full_like(p, 5.0).detach()
+
+
+def cleared_state(optimizer: GRDA, p: nn.Parameter) -> None:
+    optimizer.state.clear()
+
+
+def loaded_state(optimizer: GRDA, p: nn.Parameter) -> None:
+    state = saved_and_loaded(optimizer.state_dict())
+    state["state"][0]["accumulator"].fill_(3.0)
+    optimizer.load_state_dict(state)
+
+
+def transposed_gradient(optimizer: GRDA, p: nn.Parameter) -> None:
+    assert p.grad is not None
+    p.grad = p.grad.reshape(-1).view(p.shape[1], p.shape[0]).t()
+
+
+def other_weights(optimizer: GRDA, p: nn.Parameter) -> None:
+    p.data = p.data.clone()
+
+
+def momentum_off(optimizer: GRDA, p: nn.Parameter) -> None:
+    optimizer.param_groups[0]["momentum"] = 0.0
+
+
+@pytest.mark.parametrize("path", FUSED)
+@pytest.mark.parametrize(
+    "change",
+    [replaced_accumulator, cleared_state, loaded_state, transposed_gradient, other_weights, momentum_off],
+)
+def test_the_table_follows_what_changes_between_steps(path: dict[str, Any], change: Any) -> None:
+    results = []
+    for options in (path, {"foreach": False, "fused": False}):
+        p = nn.Parameter(torch.arange(6.0, device=DEVICE).view(2, 3))
+        optimizer = GRDA([p], lr=0.1, c=0.05, momentum=0.5, **options)
+        p.grad = torch.arange(6.0, device=DEVICE).view(2, 3)  # stays where it is, so that the table is kept
+        for step in range(6):
+            if step == 3:
+                change(optimizer, p)
+            optimizer.step()
+        results.append((p.detach(), optimizer.state[p]["accumulator"], float(optimizer.state[p]["step"])))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1])
+    assert results[0][2] == results[1][2]
+
+
+def test_empty_parameters_that_take_turns_keep_their_own_count() -> None:
+    a, b = (nn.Parameter(torch.empty(0, device=DEVICE)) for _ in range(2))
+    optimizer = GRDA([a, b], fused=True)
+    for first in (True, False, False):
+        a.grad, b.grad = (torch.empty(0, device=DEVICE), None) if first else (None, torch.empty(0, device=DEVICE))
+        optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in (a, b)] == [1, 2]
+
+
+def test_a_copy_steps_on_its_own() -> None:
     params = on_device()
     optimizer = GRDA(params, c=0.05, fused=True)
-    drive(optimizer, params, range(1)) if DEVICE == "cpu" else drive_on_device(optimizer, params, range(1))
-    twin = GRDA.__new__(GRDA)
-    twin.__setstate__(optimizer.__getstate__())
-    assert twin._launchers == {}
+    drive_on_device(optimizer, params, range(2))
+    twin = copy.deepcopy(optimizer)
+    drive_on_device(optimizer, params, range(2, 4))
+    drive_on_device(twin, twin.param_groups[0]["params"], range(2, 4))
+    for p, q in zip(params, twin.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(p, q)

@@ -7,7 +7,8 @@ if TYPE_CHECKING:
     from dirprune.connect import BezierCurve, Plane, curve_profile, fit_curve, plane_profile
     from dirprune.curvature import Eigenpairs, HessianOperator, top_eigenpairs
     from dirprune.direction import directional_prune, directional_score
-    from dirprune.optim import GRDA, prunable_groups
+    from dirprune.groups import prunable_groups
+    from dirprune.optim import GRDA
     from dirprune.zeros import SparsityReport, sparsity
 
 __version__ = "0.1.0"
@@ -30,7 +31,8 @@ __all__ = [
 
 # Each name is imported when it is first used, so that `dirprune --help` does not wait for torch.
 _HOMES = {
-    "optim": ("GRDA", "prunable_groups"),
+    "optim": ("GRDA",),
+    "groups": ("prunable_groups",),
     "zeros": ("SparsityReport", "sparsity"),
     "curvature": ("Eigenpairs", "HessianOperator", "top_eigenpairs"),
     "direction": ("directional_prune", "directional_score"),

@@ -23,6 +23,8 @@ CHUNK = 16384
 BLOCK = 2048
 """Elements in flight at once."""
 _WARPS = 4
+_SPARES = 4
+"""Tables that can be captured between two steps outside a graph."""
 _COLUMNS = tl.constexpr(7)  # param, grad, accumulator, momentum buffer, elements, step, threshold
 _HEADER = tl.constexpr(5)  # lr, c, mu, momentum, weight decay, as float64
 _TRITON = {
@@ -121,7 +123,10 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
         tl.store(accumulator + offsets, v, mask=inside)
         # Written so that |v| ≤ τ gives +0.0 and a NaN stays one.
         w = tl.where(v > bound, v - bound, tl.where(v < -bound, v + bound, tl.where(v == v, 0.0, v)))
-        tl.store(param + offsets, w.to(PARAM), mask=inside)
+        w = w.to(PARAM)
+        if PARAM != STATE:  # what underflows in the cast keeps its sign
+            w = tl.where(w == 0.0, 0.0, w)
+        tl.store(param + offsets, w, mask=inside)
 
     # Every program of a tensor has read n and τ before it reports here; the last one to report writes them.
     tl.debug_barrier()
@@ -135,15 +140,17 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
 class Launcher:
     """What one parameter group needs to launch the kernel: maps of chunks, and tables of addresses.
 
-    Call it as `dirprune.update.grda`; it launches once for each combination of dtypes, usually one.
+    Call it as `dirprune.update.grda`; it launches once for each combination of dtypes, usually one. It must outlive the
+    CUDA graphs that it was captured in: they read its tables.
     """
 
     def __init__(self) -> None:
         self._maps: dict[tuple[torch.device, tuple[int, ...]], tuple[Tensor, ...]] = {}
-        self._spare: dict[int, tuple[Tensor, Tensor]] = {}
-        self._captured: list[tuple[Any, ...]] = []
+        self._spare: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._captured: list[Any] = []
         self._signature: tuple[Any, ...] | None = None
         self._launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._held: tuple[Any, ...] = ()
 
     def __call__(
         self,
@@ -163,21 +170,25 @@ class Launcher:
         maximize: bool,
     ) -> None:
         """Take the step."""
-        numbers = (lr.data_ptr() if isinstance(lr, Tensor) else lr, c, mu, momentum, nesterov, weight_decay, maximize)
-        signature = (numbers, [p.data_ptr() for p in params], [g.data_ptr() for g in grads])
+        device = params[0].device
+        if isinstance(lr, Tensor) and lr.device != device:
+            lr = float(lr) if lr.is_cpu else lr.to(device)
         moved: list[tuple[Tensor, ...]] = []
+        numbers = (lr.data_ptr() if isinstance(lr, Tensor) else lr, c, mu, momentum, nesterov, weight_decay, maximize)
+        state = (accumulators, buffers or accumulators, steps, thresholds)
+        signature = (numbers, _stream(device), *map(_addresses, (params, grads, *state)), _layouts(params, grads))
         if signature != self._signature:
-            state = [accumulators, buffers or accumulators, steps, thresholds]
-            flags = {"MOMENTUM": momentum != 0, "NESTEROV": nesterov, "WEIGHT_DECAY": weight_decay != 0}
             scalars = [0.0 if isinstance(lr, Tensor) else lr, c, mu, momentum, weight_decay]
+            flags = {"MOMENTUM": momentum != 0, "NESTEROV": nesterov, "WEIGHT_DECAY": weight_decay != 0}
             flags |= {"MAXIMIZE": maximize, "LR_TENSOR": isinstance(lr, Tensor)}
             self._launches, moved = self._plan(params, grads, state, scalars, lr, flags)
             self._signature = None if moved else signature
-        if _is_capturing(params[0].device):
-            self._captured.append(tuple(self._launches))  # the graph's tables must live as long as it may
-            self._signature = None  # and are sent when it is replayed, which may be later than the next step
+            self._held = (*map(list, state), lr)  # an address means the same tensor only as long as that one lives
+        if _is_capturing(device):
+            self._captured.append((self._launches, self._held))  # what the graph reads must live as long as it may
+            self._signature = None  # and is sent when it is replayed, which may be later than the next step
         for arguments, kinds in self._launches:
-            grid, device = (arguments[1].numel(),), arguments[0].device
+            grid = (arguments[1].numel(),)
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 _grda_kernel[grid](*arguments, **kinds, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=_WARPS)
         for p, w, _ in moved:
@@ -241,18 +252,31 @@ class Launcher:
         host = torch.tensor(cells, dtype=torch.int64)
         if device.type != "cuda":
             return host
-        size = len(cells)
+        spares = self._spare.setdefault(len(cells), [])
         if not _is_capturing(device):
-            if size not in self._spare:  # memory for a capture, which may not allocate it
-                self._spare[size] = (host.pin_memory(), torch.empty_like(host, device=device))
+            while len(spares) < _SPARES:  # memory for captures, which may not allocate it
+                spares.append((host.pin_memory(), torch.empty_like(host, device=device)))
             return host.pin_memory().to(device, non_blocking=True)
-        if size not in self._spare:
+        if not spares:
             _refuse_capture(device)
         # The graph repeats the copy from this very memory at every replay, so it keeps both ends for itself alone.
-        pinned, table = self._spare.pop(size)
+        pinned, table = spares.pop()
         self._captured.append((pinned, table))
         pinned.copy_(host)
         return table.copy_(pinned, non_blocking=True)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _layouts(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    return [(p.stride(), g.stride(), p.dtype, g.dtype) for p, g in zip(params, grads, strict=True)]
+
+
+def _stream(device: torch.device) -> int:
+    """Return the stream that steps run on: a table belongs to the one that it was sent on."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
-from itertools import chain
 from typing import Any, overload
 
 import torch
@@ -20,6 +18,7 @@ from dirprune.update import grda
 _PER_ELEMENT = ("accumulator", "momentum_buffer")
 _PER_PARAMETER = ("step", "threshold")
 _MACHINE = ("foreach", "fused", "capturable")
+_MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize")
 
 
 class GRDA(Optimizer):
@@ -86,7 +85,7 @@ class GRDA(Optimizer):
             "capturable": capturable,
         }
         _check_options(defaults)
-        self._launchers: dict[int, Any] = {}
+        self._launchers: dict[tuple[int, torch.device], Any] = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -96,7 +95,7 @@ class GRDA(Optimizer):
         try:
             _check_options(group)
             _check_parameters(group)
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
         _place_lr(group)
@@ -111,20 +110,35 @@ class GRDA(Optimizer):
         The mathematics (lr, c, mu, …) comes from the saved state; how this machine computes it (foreach, fused,
         capturable) stays as this optimizer was made. Nothing changes if the state does not fit.
         """
-        _check_state(self.param_groups, state_dict)
-        machine = [{key: group[key] for key in _MACHINE} for group in self.param_groups]
-        super().load_state_dict(state_dict)  # casts every state tensor to its parameter's dtype: undone below
-        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for group, flags in zip(self.param_groups, machine, strict=True):
-            group.update(flags)
-            _place_lr(group)
-        groups = {p: group for group in self.param_groups for p in group["params"]}
-        for saved_id, p in zip(saved_ids, parameters, strict=True):
-            saved = state_dict["state"].get(saved_id)
-            if saved:
-                self.state[p] = _place_state(saved, p, _scalar_device(groups[p], p))
-        self._launchers = {}
+        machine = [{key: group[key] for key in (*_MACHINE, "lr")} for group in self.param_groups]
+        placed: dict[Tensor, dict[str, Any]] = {}
+
+        def check(_: Optimizer, final: dict[str, Any]) -> None:
+            _check_state(self.param_groups, final)
+            placed.update(_place_states(self.param_groups, final))
+
+        def restore(_: Optimizer) -> None:
+            for group, own in zip(self.param_groups, machine, strict=True):
+                for key, value in self.defaults.items():
+                    group.setdefault(key, value)
+                loaded = float(group["lr"])
+                group.update(own)
+                _set_lr(group, loaded)
+            for p, state in placed.items():
+                _put_state(self.state[p], before.get(p, {}), state)
+
+        # torch casts every state tensor to its parameter's dtype. These two undo that: the first as the last hook
+        # before loading, so that it sees what others made of the state; the second as the first one after it.
+        before = {p: dict(state) for p, state in self.state.items()}
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _init_group(
         self,
@@ -179,40 +193,56 @@ class GRDA(Optimizer):
             steps: list[Tensor] = []
             thresholds: list[Tensor] = []
             self._init_group(group, params, grads, accumulators, buffers, steps, thresholds)
-            if params:
-                path = _choose_path(group, params, grads)
-                launcher = self._launcher(index) if path == "fused" else None
-                grda(
-                    params,
-                    grads,
-                    accumulators,
-                    buffers,
-                    steps,
-                    thresholds,
-                    lr=group["lr"],
-                    c=group["c"],
-                    mu=group["mu"],
-                    momentum=group["momentum"],
-                    nesterov=group["nesterov"],
-                    weight_decay=group["weight_decay"],
-                    maximize=group["maximize"],
-                    path=path,
-                    capturable=group["capturable"],
-                    launcher=launcher,
-                )
+            lists = (params, grads, accumulators, buffers, steps, thresholds)
+            for on_one_device in _by_device(lists):
+                self._update(index, group, *on_one_device)
         return loss
 
-    def _launcher(self, index: int) -> Any:
-        if index not in self._launchers:
+    def _update(self, index: int, group: dict[str, Any], params: list[Tensor], *lists: list[Tensor]) -> None:
+        """Step the parameters of a group that lie on one device."""
+        path = _choose_path(group, params, lists[0])
+        _refuse_capture(group, params[0])
+        options = {key: group[key] for key in _MATHEMATICS}
+        if path == "fused":
+            self._launcher(index, params[0].device)(params, *lists, **options)
+        else:
+            grda(params, *lists, **options, foreach=path == "foreach", capturable=group["capturable"])
+
+    def _launcher(self, index: int, device: torch.device) -> Any:
+        key = (index, device)
+        if key not in self._launchers:
             from dirprune._fused import Launcher
 
-            self._launchers[index] = Launcher()
-        return self._launchers[index]
+            self._launchers[key] = Launcher()
+        return self._launchers[key]
 
 
 def accumulator_dtype(parameter: Tensor) -> torch.dtype:
     """Return float32 or wider: a low-precision accumulator would lose the small steps that decide what is pruned."""
     return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _by_device(lists: tuple[list[Tensor], ...]) -> list[list[list[Tensor]]]:
+    """Return the lists for each device of the first one, the parameters; usually there is one."""
+    params = lists[0]
+    if not params:
+        return []
+    if torch.compiler.is_compiling() or all(p.device == params[0].device for p in params):
+        return [list(lists)]
+    split = []
+    for device in dict.fromkeys(p.device for p in params):
+        members = [i for i, p in enumerate(params) if p.device == device]
+        split.append([[tensors[i] for i in members] if tensors else [] for tensors in lists])
+    return split
+
+
+def _refuse_capture(group: dict[str, Any], p: Tensor) -> None:
+    """Raise if a CUDA graph would freeze the rate and the threshold."""
+    if p.is_cuda and not group["capturable"] and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph of this step would repeat one learning rate and one threshold for ever; make the optimizer "
+            "with capturable=True"
+        )
 
 
 def _choose_path(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> str:
@@ -265,20 +295,51 @@ def _local_grad(p: Tensor) -> Tensor:
 
 def _place_lr(group: dict[str, Any]) -> None:
     """Put a capturable group's rate on its device, so that a captured step sees what a scheduler sets."""
-    if group["capturable"]:
-        device = group["params"][0].device if group["params"] else torch.device("cpu")
-        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float64).to(device)
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        group["lr"] = lr = lr.reshape(())
+    if group["capturable"] and group["params"]:
+        dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
+        group["lr"] = torch.as_tensor(lr, dtype=dtype).to(group["params"][0].device)  # the caller's own, if it can be
+
+
+def _set_lr(group: dict[str, Any], lr: float) -> None:
+    """Set the rate, in its tensor if it has one: a captured graph reads it there."""
+    if isinstance(group["lr"], Tensor):
+        with torch.no_grad():
+            group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+def _place_states(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
+    """Return copies of all saved states where this optimizer keeps them, none of their precision lost."""
+    placed: dict[Tensor, dict[str, Any]] = {}
+    for group, saved_group in zip(groups, state_dict["param_groups"], strict=True):
+        for saved_id, p in zip(saved_group["params"], group["params"], strict=True):
+            saved = state_dict["state"].get(saved_id)
+            if saved:
+                placed[p] = _place_state(saved, p, _scalar_device(group, p))
+    return placed
 
 
 def _place_state(saved: dict[str, Any], p: Tensor, scalar_device: torch.device) -> dict[str, Any]:
-    """Return a copy of a parameter's saved state where this optimizer keeps it, none of its precision lost."""
     placed: dict[str, Any] = {}
-    for key, value in saved.items():
-        if key in _PER_PARAMETER:
-            placed[key] = torch.as_tensor(value).detach().to(scalar_device, torch.float64, copy=True)
-        else:
-            placed[key] = value.detach().to(p.device, accumulator_dtype(p), copy=True)
+    for key in (*_PER_ELEMENT, *_PER_PARAMETER):
+        if saved.get(key) is not None:
+            device = scalar_device if key in _PER_PARAMETER else p.device
+            dtype = torch.float64 if key in _PER_PARAMETER else accumulator_dtype(p)
+            placed[key] = torch.as_tensor(saved[key]).detach().to(device, dtype, copy=True)
     return placed
+
+
+def _put_state(state: dict[str, Any], before: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Replace a state by the loaded one, where that fits in the memory it had: a captured graph reads it there."""
+    state.clear()
+    for key, value in loaded.items():
+        own = before.get(key)
+        fits = own is not None and (own.shape, own.dtype, own.device) == (value.shape, value.dtype, value.device)
+        state[key] = own.copy_(value) if fits else value  # type: ignore[union-attr]
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -318,7 +379,9 @@ def _check_parameters(group: dict[str, Any]) -> None:
 
 def _check_state(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
     """Raise a ValueError that names what does not fit, before anything is changed."""
-    saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
+    if "state" not in state_dict or "param_groups" not in state_dict:
+        raise ValueError(f"state_dict has the keys {list(state_dict)}; give what GRDA.state_dict() returned")
+    saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
         raise ValueError(
             f"state_dict has {len(saved_groups)} parameter groups and this optimizer {len(groups)}; "
@@ -338,61 +401,34 @@ def _check_state(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> No
             )
         _check_options({**group, **saved, **{key: group[key] for key in _MACHINE}})
         for saved_id, p in zip(saved["params"], group["params"], strict=True):
-            state = saved_state.get(saved_id) or {}
-            absent = [key for key in (_PER_ELEMENT[0], *_PER_PARAMETER) if state and key not in state]
-            if absent:
-                raise ValueError(
-                    f"state_dict has no {', '.join(absent)} for parameter {saved_id}: not a state of GRDA's"
-                )
-            for key in _PER_ELEMENT:
-                if key in state and state[key].shape != p.shape:
-                    raise ValueError(
-                        f"state_dict has an {key} of shape {tuple(state[key].shape)} for parameter {saved_id}, whose "
-                        f"shape is {tuple(p.shape)}; load it into an optimizer of the same model"
-                    )
+            state = state_dict["state"].get(saved_id)
+            if state:
+                _check_parameter_state(state, saved_id, p)
+
+
+def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor) -> None:
+    absent = [key for key in (_PER_ELEMENT[0], *_PER_PARAMETER) if state.get(key) is None]
+    if absent:
+        raise ValueError(f"state_dict has no {', '.join(absent)} for parameter {name}: not a state of GRDA's")
+    for key in _PER_PARAMETER:
+        value = torch.as_tensor(state[key])
+        if value.numel() != 1 or value.dim() or not 0 <= float(value) < math.inf:
+            raise ValueError(f"state_dict has {key}={value.tolist()} for parameter {name}; it is one finite number ≥ 0")
+    for key in _PER_ELEMENT:
+        tensor = state.get(key)
+        if tensor is None:
+            continue
+        if tensor.shape != p.shape:
+            raise ValueError(
+                f"state_dict has an {key} of shape {tuple(tensor.shape)} for parameter {name}, whose shape is "
+                f"{tuple(p.shape)}; load it into an optimizer of the same model"
+            )
+        if getattr(tensor, "placements", None) != getattr(p, "placements", None):
+            raise ValueError(
+                f"state_dict has an {key} for parameter {name} that is not sharded as the parameter is; load it with "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
 
 
 def _number(value: float | Tensor) -> float:
     return float(value)
-
-
-def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias", "norm")) -> list[dict[str, Any]]:
-    """Return parameter groups for `GRDA` that keep dense, by ``c = 0``, what must stay dense.
-
-    Args:
-        model: whose parameters to group; the groups keep their names.
-        c: the pruning strength of everything not exempt.
-        exempt: any of ``"bias"`` (every bias), ``"norm"`` (the parameters of normalisation layers), and patterns of
-            parameter names such as ``"head.*"``.
-
-    Example:
-        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-        >>> [(group["c"], len(group["params"])) for group in prunable_groups(model, c=1e-3)]
-        [(0.001, 1), (0.0, 3)]
-    """
-    if isinstance(exempt, str):
-        raise ValueError(f"exempt={exempt!r} is a string; give a sequence of them, e.g. exempt=({exempt!r},)")
-    norms = {
-        f"{name}.{leaf}" if name else leaf
-        for name, module in model.named_modules()
-        if "norm" in type(module).__name__.lower()
-        for leaf, _ in module.named_parameters(recurse=False)
-    }
-    names = [name for name, _ in model.named_parameters()]
-    kept_dense: set[str] = set()
-    for rule in exempt:
-        if rule == "bias":
-            kept_dense.update(name for name in names if name.rpartition(".")[2].endswith("bias"))
-        elif rule == "norm":
-            kept_dense.update(norms)
-        else:
-            matches = [name for name in names if fnmatchcase(name, rule)]
-            if not matches:
-                raise ValueError(
-                    f"exempt={rule!r} matches no parameter; use 'bias', 'norm' or a pattern of names like {names[0]!r}"
-                )
-            kept_dense.update(matches)
-    prunable = [(name, p) for name, p in model.named_parameters() if name not in kept_dense]
-    dense = [(name, p) for name, p in model.named_parameters() if name in kept_dense]
-    groups: list[dict[str, Any]] = [{"params": prunable, "c": c}, {"params": dense, "c": 0.0}]
-    return [group for group in groups if group["params"]]

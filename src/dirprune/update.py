@@ -1,7 +1,7 @@
 """One step of gRDA: the mathematics, as pure functions on lists of tensors.
 
 `grda` is the functional form of `dirprune.optim.GRDA`. The single-tensor path is the plain statement of the update; the
-foreach path here and the fused kernel in `dirprune._fused` compute the same numbers faster.
+foreach path here and the fused kernel in `dirprune._fused` compute the same numbers, faster on a GPU.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ def grda(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     maximize: bool = False,
-    path: str = "single",
+    foreach: bool = False,
     capturable: bool = False,
-    launcher: Any = None,
 ) -> None:
-    """Take one gRDA step, in place.
+    """Take one gRDA step, in place, on tensors of one device.
 
     ``buffers`` holds the momentum buffers, empty without momentum. ``steps`` and ``thresholds`` are float64 scalars,
-    either all on the host or (``capturable``, "fused") all on the parameters' device, where the host is not waited for.
-    ``path`` is "single", "foreach" or "fused"; the last needs a `dirprune._fused.Launcher`.
+    either all on the host or (``capturable``) all on the parameters' device, where nothing then waits for the host;
+    ``foreach`` needs them on the host.
     """
     options: dict[str, Any] = {
         "momentum": momentum,
@@ -48,17 +47,15 @@ def grda(
         "weight_decay": weight_decay,
         "maximize": maximize,
     }
-    if path == "fused":  # the kernel grows the thresholds itself
-        launcher(params, grads, accumulators, buffers, steps, thresholds, lr=lr, c=c, mu=mu, **options)
-    elif capturable or torch.compiler.is_compiling() or steps[0].device.type != "cpu":
+    if capturable or torch.compiler.is_compiling() or steps[0].device.type != "cpu":
         grow_thresholds(steps, thresholds, lr=lr, c=c, mu=mu, momentum=momentum)
         _single_tensor_grda(params, grads, accumulators, buffers, thresholds, lr=lr, **options)
-    else:
-        rate = float(lr)
-        grow_thresholds(steps, thresholds, lr=rate, c=c, mu=mu, momentum=momentum)
-        taus: list[float] = torch.stack(tuple(thresholds)).tolist()
-        update = _foreach_grda if path == "foreach" else _single_tensor_grda
-        update(params, grads, accumulators, buffers, taus, lr=rate, **options)
+        return
+    rate = float(lr)
+    grow_thresholds(steps, thresholds, lr=rate, c=c, mu=mu, momentum=momentum)
+    taus: list[float] = torch.stack(tuple(thresholds)).tolist()
+    update = _foreach_grda if foreach else _single_tensor_grda
+    update(params, grads, accumulators, buffers, taus, lr=rate, **options)
 
 
 def growth(n: Any, *, rate: Any, c: float, mu: float) -> Any:
@@ -78,17 +75,20 @@ def grow_thresholds(
     mu: float,
     momentum: float = 0.0,
 ) -> None:
-    """n ← n + 1, then τ ← τ + growth(n), in place, with the effective rate γ = lr/(1−momentum)."""
+    """n ← n + 1, then τ ← τ + growth(n), in place, with the effective rate γ = lr/(1−momentum).
+
+    Schedulers that end at 0 end slightly below it by rounding, where γ^(μ+½) is no number: such a rate grows nothing.
+    """
     torch._foreach_add_(list(steps), 1.0)
     if c == 0:
         return
     n = torch.stack(tuple(steps))
     if isinstance(lr, Tensor) or torch.compiler.is_compiling() or n.device.type != "cpu":
-        rate = (lr.to(n) if isinstance(lr, Tensor) else lr) / (1 - momentum)
-        torch._foreach_add_(list(thresholds), list(growth(n, rate=rate, c=c, mu=mu).unbind()))
+        rate = lr.to(n).clamp(min=0) if isinstance(lr, Tensor) else max(lr, 0.0)
+        torch._foreach_add_(list(thresholds), list(growth(n, rate=rate / (1 - momentum), c=c, mu=mu).unbind()))
     else:  # on the host, once for each count of steps there is: usually one
         counts = n.tolist()
-        grown = {count: growth(count, rate=lr / (1 - momentum), c=c, mu=mu) for count in set(counts)}
+        grown = {count: growth(count, rate=max(lr, 0.0) / (1 - momentum), c=c, mu=mu) for count in set(counts)}
         torch._foreach_add_(list(thresholds), [grown[count] for count in counts])
 
 
@@ -165,7 +165,7 @@ def _foreach_grda(
     torch._foreach_add_(shrunk, vs)
     for p, s in zip(params, shrunk, strict=True):
         if s is not p:
-            p.copy_(s)
+            p.copy_(s).add_(0.0)  # what underflows in the cast keeps its sign: −0.0 + 0.0 = +0.0
 
 
 def _soft_threshold(v: Tensor, tau: float | Tensor, *, out: Tensor) -> None:
@@ -173,6 +173,8 @@ def _soft_threshold(v: Tensor, tau: float | Tensor, *, out: Tensor) -> None:
     if isinstance(tau, Tensor):
         tau = tau.to(v.dtype)
         out.copy_(v - v.clamp(-tau, tau))
+        if out.dtype != v.dtype:
+            out.add_(0.0)  # see below
         return
     if out.dtype == v.dtype:
         softshrink(v, tau, out=out)  # type: ignore[call-arg]  # torch's annotation lacks out
@@ -185,7 +187,7 @@ def _soft_threshold(v: Tensor, tau: float | Tensor, *, out: Tensor) -> None:
         and out.is_contiguous()
         and not _softshrink_leaves_negative_zeros(v.numel(), v.dtype, torch.get_num_threads())
     ):
-        out.add_(0.0)  # −0.0 + 0.0 = +0.0
+        out.add_(0.0)  # −0.0 + 0.0 = +0.0; a cast to lower precision can underflow to −0.0 too
 
 
 @cache

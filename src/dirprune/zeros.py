@@ -141,6 +141,8 @@ def _counts(tensor: Tensor, output_dim: int) -> list[Tensor]:
     zeros = tensor.numel() - nonzero.sum()
     if tensor.dim() < 2:
         return [zeros]
+    if tensor.numel() == 0:  # channels without elements are not pruned ones
+        return [zeros, torch.zeros_like(zeros), torch.zeros_like(zeros)]
     outputs_by_inputs = nonzero.movedim(output_dim, 0)
     if tensor.dim() > 2:
         outputs_by_inputs = outputs_by_inputs.flatten(2).any(2)
