@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import random
 import signal
 import time
@@ -60,8 +61,9 @@ def assert_equal(run: Run, other: Run) -> None:
     (epoch, ours), (other_epoch, theirs) = (checkpoint.latest(each.checkpoints) or (0, {}) for each in (run, other))
     assert epoch == other_epoch == run.recipe.epochs
     assert ours["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
+    assert ours["recipe"] == theirs["recipe"]
     for state in ours, theirs:
-        del state["optimizer"]["param_groups"]  # torch's comparison knows no strings
+        del state["optimizer"]["param_groups"], state["recipe"]  # torch's comparison knows no strings
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -178,7 +180,7 @@ def test_divergence_says_where_and_what_to_do(tmp_path: Path) -> None:
     message = str(caught.value)
     path = run.checkpoints / "epoch-0002.pt"
     assert f"last good checkpoint is {path}." in message
-    assert f"--lr (now {run.recipe.lr}), --c (now {run.recipe.c}) or --mu (now {run.recipe.mu})" in message
+    assert f"--lr (now {run.recipe.lr}), --c (now {run.recipe.c}), --mu (now {run.recipe.mu})" in message
     state = checkpoint.load(path)
     assert state["epoch"] == 2
     assert all(value.isfinite().all() for value in state["model"].values())
@@ -299,3 +301,48 @@ def test_a_run_goes_on_on_another_kind_of_machine(tmp_path: Path) -> None:
     checkpoint.save(run.checkpoints, 2, state)
     finish(run)
     assert_equal(run, uninterrupted(tmp_path / "whole", recipe))
+
+
+def test_a_configuration_that_was_changed_is_refused(tmp_path: Path) -> None:
+    run = uninterrupted(tmp_path / "run")
+    for change, words in [
+        ({"c": 0.5}, "c=0.5, and this run was trained with"),
+        ({"seed": 7}, "seed=7"),
+        ({"epochs": 9}, "epochs=9"),
+        ({"optimizer": "sgd"}, "optimizer='sgd'"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            finish(Run(run.folder, replace(run.recipe, **change)))
+    assert finish(Run(run.folder, replace(run.recipe, keep=(1,)))) == []  # this decides no number
+
+
+def test_a_network_that_does_not_fit_the_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for model, words in [("vgg16", r"shape \(1, 8, 8\)"), ("wrn10x1", "does not fit data='digits'")]:
+        run = runs.create(tmp_path / model, replace(SHORT, model=model))
+        with pytest.raises(ValueError, match=words):
+            finish(run)
+        assert checkpoint.epochs(run.checkpoints) == []
+
+
+def test_a_run_is_trained_by_one_job_at_a_time(tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", SHORT)
+    first = conduct(run, device=CPU)
+    next(first)
+    with pytest.raises(runs.RunInUse, match=f"process {os.getpid()}"):
+        finish(run)
+    first.close()
+    assert [record.epoch for record in finish(run)][-1] == SHORT.epochs
+
+
+def test_checkpoints_that_cannot_be_trusted_are_set_aside(tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", SHORT)
+    finish(run, save_every=1)
+    newest = run.checkpoints / f"epoch-{SHORT.epochs:04d}.pt"
+    newest.write_bytes(newest.read_bytes()[:100])
+    records = conduct(run, device=CPU)
+    with pytest.warns(checkpoint.CheckpointWarning):
+        next(records)
+    assert newest.with_name(newest.name + ".corrupt").exists()
+    assert checkpoint.epochs(run.checkpoints)[-1] == SHORT.epochs  # written anew
+    records.close()
+    assert checkpoint.latest(run.checkpoints) is not None

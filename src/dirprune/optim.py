@@ -119,8 +119,8 @@ class GRDA(Optimizer):
 
         def restore(_: Optimizer) -> None:
             for group, own in zip(self.param_groups, machine, strict=True):
-                for key, value in self.defaults.items():
-                    group.setdefault(key, value)
+                for key in _MATHEMATICS:
+                    group.setdefault(key, self.defaults[key])
                 loaded = float(group["lr"])
                 group.update(own)
                 _set_lr(group, loaded)

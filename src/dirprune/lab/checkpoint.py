@@ -149,6 +149,15 @@ def epochs(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
+def set_aside(folder: Path, after: int) -> None:
+    """Rename the checkpoints of epochs later than ``after``, so that they count no more: they could not be trusted."""
+    for epoch in epochs(folder):
+        if epoch > after:
+            path = _path(folder, epoch)
+            path.replace(path.with_name(path.name + ".corrupt"))
+            _sidecar(path).unlink(missing_ok=True)
+
+
 def prune(folder: Path, keep: Collection[int], last: int = 2) -> None:
     """Delete all checkpoints but the ``last`` newest, those in ``keep`` and the newest that can be trusted.
 

@@ -151,7 +151,10 @@ def train(
             precision=precision.value if precision else None,
             compile=compile,
         )
-        folder = out or Path("runs") / runs.default_name(chosen)
+        folder = out or runs.unused(Path("runs") / runs.default_name(chosen))
+        factor = chosen.schedule.factor(1, chosen.epochs)
+        if chosen.schedule.kind != "cosine" and factor < 1:
+            say(f"At {chosen.epochs} epochs this schedule never reaches --lr: it begins at {factor * chosen.lr:g}.")
         follow(
             lambda: runs.create(folder, chosen),
             device=device,

@@ -41,7 +41,10 @@ def say(message: str) -> None:
 
 def emit(values: Mapping[str, Any]) -> None:
     """Print a result for a machine."""
-    print(json.dumps(values), flush=True)
+    try:
+        print(json.dumps(values), flush=True)
+    except BrokenPipeError:  # the reader has seen enough; that is no reason to stop
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 @contextmanager

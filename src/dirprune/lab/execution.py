@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,13 @@ from torch.optim import Optimizer
 
 PRECISIONS = ("float32", "bfloat16")
 _WARMUP_STEPS = 3
+
+Penalty = Callable[[], "Tensor | None"]
+"""A term of the objective beside the loss of the data, or None; what is tallied is the loss of the data alone."""
+
+
+def no_penalty() -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -78,12 +86,18 @@ class PlainStep:
     """
 
     def __init__(
-        self, forward: Callable[[Tensor], Tensor], optimizer: Optimizer, tally: Tally, execution: Execution
+        self,
+        forward: Callable[[Tensor], Tensor],
+        optimizer: Optimizer,
+        tally: Tally,
+        execution: Execution,
+        penalty: Penalty = no_penalty,
     ) -> None:
         self.forward = forward
         self.optimizer = optimizer
         self.tally = tally
         self.execution = execution
+        self.penalty = penalty
 
     def __call__(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -91,9 +105,20 @@ class PlainStep:
             logits = self.forward(inputs.to(memory_format=self.execution.memory_format))
             total = cross_entropy(logits.float(), targets, reduction="sum")
         loss = total / max(len(targets), 1)
-        (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]
+        objective = loss if scale == 1.0 else loss * scale
+        penalty = self.penalty()
+        (objective if penalty is None else objective + penalty).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.tally.add(loss, logits, targets)
+
+
+class _Recording(NamedTuple):
+    """A recorded step, the tensors that batches go into, and those that it leaves its gradients in."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    targets: Tensor
+    gradients: list[tuple[Tensor, Tensor | None]]
 
 
 class CapturedStep:
@@ -102,12 +127,21 @@ class CapturedStep:
     The learning rate must be a tensor on the device (GRDA's ``capturable``, a tensor ``lr`` of a fused SGD).
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, tally: Tally, execution: Execution) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        tally: Tally,
+        execution: Execution,
+        penalty: Penalty = no_penalty,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.tally = tally
         self.execution = execution
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self.penalty = penalty
+        self._recordings: dict[int, _Recording] = {}
+        self._latest: _Recording | None = None
 
     def prepare(self, inputs: Tensor, sizes: Iterable[int]) -> None:
         """Capture a graph for each batch size; weights, statistics, optimizer and random state stay as they were."""
@@ -115,16 +149,16 @@ class CapturedStep:
         with torch.random.fork_rng(devices=[inputs.device]):
             for number, size in enumerate(sizes):
                 # Only the common batch is worth compiling for; the last, short one of an epoch runs uncompiled.
-                self._graphs[size] = self._capture(inputs, size, compiles=number == 0)
+                self._recordings[size] = self._capture(inputs, size, compiles=number == 0)
                 saved.restore()
         self.tally.reset()
 
-    def _capture(self, inputs: Tensor, size: int, compiles: bool) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        """Rehearse the step, so that everything lazy is done, and record it; batches go into the returned tensors."""
+    def _capture(self, inputs: Tensor, size: int, compiles: bool) -> _Recording:
+        """Rehearse the step, so that everything lazy is done, and record it."""
         static_inputs = inputs[:1].expand(size, *inputs.shape[1:]).contiguous()
         static_targets = torch.zeros(size, dtype=torch.int64, device=inputs.device)
         forward = self.execution.compiled(self.model) if compiles else self.model
-        step = PlainStep(forward, self.optimizer, self.tally, self.execution)
+        step = PlainStep(forward, self.optimizer, self.tally, self.execution, self.penalty)
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
@@ -136,16 +170,22 @@ class CapturedStep:
             self.tally.reset()
             graph = torch.cuda.CUDAGraph()
             # The graphs take turns, so that one's memory can serve the others.
-            pool = next((other.pool() for other, _, _ in self._graphs.values()), None)
+            pool = next((other.graph.pool() for other in self._recordings.values()), None)
             with torch.cuda.graph(graph, pool=pool):
                 step(static_inputs, static_targets)
-        return graph, static_inputs, static_targets
+        # Held here, the gradients of one graph are not overwritten by the next.
+        gradients = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
+        return _Recording(graph, static_inputs, static_targets, gradients)
 
     def __call__(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> None:
-        graph, static_inputs, static_targets = self._graphs[len(targets)]
-        static_inputs.copy_(inputs)
-        static_targets.copy_(targets)
-        graph.replay()
+        recording = self._recordings[len(targets)]
+        recording.inputs.copy_(inputs)
+        recording.targets.copy_(targets)
+        recording.graph.replay()
+        if recording is not self._latest:  # p.grad is that of this step, as after a plain one
+            self._latest = recording
+            for p, gradient in recording.gradients:
+                p.grad = gradient
 
 
 class _Saved:
@@ -184,10 +224,11 @@ def make_step(
     execution: Execution,
     example: Tensor,
     sizes: Iterable[int],
+    penalty: Penalty = no_penalty,
 ) -> PlainStep | CapturedStep:
     """Return the step for this execution; ``parallel`` is the model, or DDP around it."""
     if execution.capture and example.device.type == "cuda" and parallel is model:
-        captured = CapturedStep(model, optimizer, tally, execution)
+        captured = CapturedStep(model, optimizer, tally, execution, penalty)
         captured.prepare(example, sizes)
         return captured
-    return PlainStep(execution.compiled(parallel), optimizer, tally, execution)
+    return PlainStep(execution.compiled(parallel), optimizer, tally, execution, penalty)

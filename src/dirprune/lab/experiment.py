@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,10 @@ _MACHINE = ("lr", "foreach", "fused", "capturable")
 """Options of an optimizer that say how a machine computes; `train` sets the value of lr at its first step."""
 
 _STATISTICS = {"": None, "cifar": CIFAR_STATISTICS, "imagenet": IMAGENET_STATISTICS}
+
+
+_FREE_TO_CHANGE = {"about", "keep", "published", "cpu", "cuda"}
+"""What of a recipe does not decide the numbers of a run that goes on."""
 
 
 class Diverged(RuntimeError):
@@ -119,18 +125,36 @@ def conduct(
 
     Raises:
         Diverged: the loss is not finite.
+        ValueError: the network does not fit the data, or the run's configuration is not the one it was trained with.
+        RunInUse: another process is training this run.
     """
     process = process or Process()
+    with run.locked() if process.is_first else nullcontext():
+        yield from _conduct(run, device, root, process, save_every, watch, stopping)
+
+
+def _conduct(
+    run: Run,
+    device: torch.device,
+    root: Path | None,
+    process: Process,
+    save_every: int | None,
+    watch: Callable[[Loader], Loader],
+    stopping: Callable[[], bool],
+) -> Iterator[EpochRecord]:
     recipe = run.recipe
     parts = assemble(recipe, device=device, root=root, process=process)
+    _check_fit(recipe, parts)
     found = checkpoint.latest(run.checkpoints)
     done = 0
     if found is not None:
         done, state = found
+        _check_unchanged(run, state)
         parts.model.load_state_dict(state["model"])
         restore(parts.optimizer, state["optimizer"])
     process.wait()  # all have read before the first one writes
     if process.is_first:
+        checkpoint.set_aside(run.checkpoints, after=done)
         run.rewind(done)
         run.note_session(device, process.world_size, root)
         if found is None:
@@ -163,13 +187,53 @@ def conduct(
             if stops:
                 return
     except Divergence as error:
+        knobs = [("--lr", recipe.lr)]
+        if recipe.optimizer == "grda":
+            knobs += [("--c", recipe.c), ("--mu", recipe.mu)]
+        smaller = ", ".join(f"{name} (now {value})" for name, value in knobs)
         raise Diverged(
             f"{error}. The last good checkpoint is {run.checkpoints}/epoch-{saved:04d}.pt. "
-            f"Try a smaller --lr (now {recipe.lr}), --c (now {recipe.c}) or --mu (now {recipe.mu}), or another --seed"
+            f"Try a smaller {smaller}, or another --seed"
         ) from error
 
 
+@torch.no_grad()
+def _check_fit(recipe: Recipe, parts: Parts) -> None:
+    """Raise unless the network maps these images to one number a class; nothing is written before that is known."""
+    inputs = next(iter(parts.loaders.train))[0][:2]
+    what = (
+        f"model={recipe.model!r} does not fit data={recipe.data!r}, whose images have shape {tuple(inputs.shape[1:])}"
+    )
+    modes = [(module, module.training) for module in parts.model.modules()]
+    parts.model.eval()
+    try:
+        shape = tuple(parts.model(inputs).shape)
+    except RuntimeError as error:
+        raise ValueError(f"{what}: {str(error).splitlines()[0]}; choose another --model or recipe") from error
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    if shape != (len(inputs), parts.loaders.classes):
+        raise ValueError(f"{what} in {parts.loaders.classes} classes: it gives shape {shape} for {len(inputs)} of them")
+
+
+def _check_unchanged(run: Run, state: checkpoint.State) -> None:
+    """Raise if config.json says other than what the checkpoint was trained with."""
+    trained, told = state["recipe"], json.loads(json.dumps(run.recipe.to_dict()))
+    for key in sorted(set(told) - _FREE_TO_CHANGE):
+        if trained.get(key) != told[key]:
+            raise ValueError(
+                f"{run.folder / 'config.json'} says {key}={told[key]!r}, and this run was trained with "
+                f"{trained.get(key)!r}; put that back, or start a new run with `dirprune train`"
+            )
+
+
 def _save(run: Run, epoch: int, parts: Parts) -> None:
-    state = {"epoch": epoch, "model": parts.model.state_dict(), "optimizer": parts.optimizer.state_dict()}
+    state = {
+        "epoch": epoch,
+        "recipe": json.loads(json.dumps(run.recipe.to_dict())),
+        "model": parts.model.state_dict(),
+        "optimizer": parts.optimizer.state_dict(),
+    }
     checkpoint.save(run.checkpoints, epoch, state)
     checkpoint.prune(run.checkpoints, keep=run.recipe.keep)

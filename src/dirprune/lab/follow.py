@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ def follow(
             _train(found, process, where, root, save_every, tensorboard and first, title, quiet)
         except BaseException:
             if first and not isinstance(run, Run) and not checkpoint.epochs(found.checkpoints):
-                shutil.rmtree(found.folder)  # it never began: the same command shall work once its cause is mended
+                found.discard()  # it never began: the same command shall work once its cause is mended
             raise
 
 
@@ -98,6 +97,8 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"--device {name!r} is not a device; give cpu, cuda or auto") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name}: training runs on cpu and cuda; give one of them, or auto")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: torch finds no CUDA device here; give --device cpu")
     return device
@@ -165,7 +166,8 @@ def _board(run: Run, wanted: bool) -> Iterator[Callable[[EpochRecord], None]]:
         return
     from torch.utils.tensorboard import SummaryWriter
 
-    writer: Any = SummaryWriter(str(run.folder / "tensorboard"))
+    done = max(checkpoint.epochs(run.checkpoints), default=0)  # what a killed session wrote beyond that is replaced
+    writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=done + 1)
 
     def log(record: EpochRecord) -> None:
         for name, value in record.to_dict().items():
@@ -183,8 +185,13 @@ def _shared(run: Run | Callable[[], Run], process: Process) -> Run:
     """Make the run in the first process, and open it in the others."""
     if isinstance(run, Run):
         return run
-    made = run() if process.is_first else None
-    folder = process.tell(str(made.folder) if made else "")
+    made: Run | None = None
+    try:
+        made = run() if process.is_first else None
+    finally:
+        folder = process.tell(str(made.folder) if made else "")
+    if not folder:  # the first process says why
+        raise typer.Exit(1)
     return made or load(Path(folder))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,10 +52,22 @@ class Process:
         """Return whether any process says yes."""
         return bool(self.sum(torch.tensor(float(flag))) > 0) if self.world_size > 1 else flag
 
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give every process the first one's buffers: those that are saved are those that are evaluated."""
+        if self.world_size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+
     def parallel(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Return the module to call in training: the model itself, or DDP around it."""
         if self.world_size == 1:
             return model
+        if device.type != "cuda" and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+            warnings.warn(
+                "on the CPU every process normalises its own part of a batch: with BatchNorm the result depends on how "
+                "many processes there are",
+                stacklevel=2,
+            )
         if device.type == "cuda":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)

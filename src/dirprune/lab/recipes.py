@@ -63,6 +63,8 @@ class Recipe:
             (not self.nesterov or self.momentum > 0, "nesterov", "it needs a momentum, e.g. 0.9"),
             (0 <= self.weight_decay < float("inf"), "weight_decay", "give a number ≥ 0, e.g. 5e-4"),
             (0 <= self.validation < 1, "validation", "give the fraction to hold out, in [0, 1)"),
+            (0 <= self.seed < 2**63, "seed", "give a number from 0 to 2^63 − 1"),
+            (all(epoch >= 0 for epoch in self.keep), "keep", "epochs are numbered from 0, the initial weights"),
             (self.statistics in STATISTICS, "statistics", f"take one of {', '.join(STATISTICS[1:])}, or none"),
         ]
         for good, name, remedy in checks:

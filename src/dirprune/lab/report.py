@@ -241,10 +241,14 @@ def settings(recipes: Sequence[Recipe]) -> list[str]:
         >>> settings([dense, sparse]), settings([dense, replace(dense, lr=0.2)])
         (['SGD', 'gRDA c=0.01 μ=0.7'], ['SGD, lr=0.1', 'SGD, lr=0.2'])
     """
+    names = list(dict.fromkeys(recipe.name for recipe in recipes))
+    if len(names) > 1:  # the name tells them apart already
+        told = {name: iter(settings([r for r in recipes if r.name == name])) for name in names}
+        return [next(told[recipe.name]) for recipe in recipes]
     texts = ["SGD" if r.optimizer == "sgd" else f"gRDA c={r.c} μ={r.mu}" for r in recipes]
 
     def told_apart() -> int:
-        return len({(recipe.name, text) for recipe, text in zip(recipes, texts, strict=True)})
+        return len(set(texts))
 
     for field in (f.name for f in fields(Recipe) if f.name not in _NAMELESS | _TOLD):
         before, known = texts, told_apart()

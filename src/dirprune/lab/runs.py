@@ -9,14 +9,18 @@ figures/            what `dirprune report` draws
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,10 @@ import dirprune
 from dirprune.lab import checkpoint
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.train import EpochRecord
+
+
+class RunInUse(RuntimeError):
+    """A run is trained by one job at a time."""
 
 
 class RunExists(FileExistsError):
@@ -59,11 +67,35 @@ class Run:
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{path} holds a line that is not an epoch record: {error}") from error
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run: a second job that asks for it is refused. The system lets go of it when this process ends."""
+        with (self.folder / ".lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise RunInUse(
+                    f"{self.folder} is being trained by {file.read().strip() or 'another process'}"
+                ) from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}")
+            file.flush()
+            yield
+
     def append(self, record: EpochRecord) -> None:
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(record.to_dict()) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def discard(self) -> None:
+        """Remove what `create` and a session without an epoch made, and the folder if nothing else is in it."""
+        for name in ("config.json", "environment.json", "metrics.jsonl", ".lock"):
+            (self.folder / name).unlink(missing_ok=True)
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        with suppress(OSError):
+            self.folder.rmdir()
 
     def rewind(self, epoch: int) -> None:
         """Forget the records after ``epoch``: training goes on from there and writes them again."""
@@ -74,7 +106,10 @@ class Run:
     def sessions(self) -> list[dict[str, Any]]:
         """Return what each session that trained here ran on, and under which command."""
         path = self.folder / "environment.json"
-        sessions: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+        try:
+            sessions: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+        except json.JSONDecodeError:  # where a run came from is worth less than going on with it
+            return []
         return sessions
 
     def last_root(self) -> Path | None:
@@ -164,6 +199,7 @@ def commit() -> str:
         return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", str(here / "runs.py"))  # or this is somebody else's repository
         changed = git("status", "--porcelain", "--untracked-files=no", "--", str(here.parent))
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
@@ -188,5 +224,9 @@ def _is_whole(line: str) -> bool:
 def _write(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from dirprune import sparsity
+from dirprune.lab.baselines.method import Method
 from dirprune.lab.execution import Execution, Tally, make_step
 from dirprune.lab.loader import Loader
 from dirprune.lab.processes import Process
@@ -78,6 +78,7 @@ def train(
     done: int = 0,
     execution: Execution | None = None,
     process: Process | None = None,
+    method: Method | None = None,
 ) -> Iterator[EpochRecord]:
     """Train the model in place, and yield a record after each epoch.
 
@@ -94,6 +95,7 @@ def train(
         done: epochs already trained.
         execution: how a step runs.
         process: this process among those that train together.
+        method: how to prune, attached to this model and optimizer; to be finished by the caller.
 
     Raises:
         Divergence: the loss is not finite; the model is then of no use.
@@ -104,8 +106,12 @@ def train(
     tally = Tally(len(train_set), device)
     parallel = process.parallel(model, device)
     sizes = _batch_sizes(train_set)
+    if method is None:
+        method = Method()
+        method.attach(model, optimizer, steps=epochs * len(train_set), examples=train_set.examples)
+    method.check_attached(model)
     model.train()
-    step = make_step(model, parallel, optimizer, tally, execution, example, sizes)
+    step = make_step(model, parallel, optimizer, tally, execution, example, sizes, method.penalty)
     forward = execution.compiled(model)
     rate = math.nan
     for epoch in range(done + 1, epochs + 1):
@@ -119,14 +125,16 @@ def train(
                     set_lr(optimizer, rate)
                 size = min(train_set.batch_size, train_set.examples - i * train_set.batch_size)
                 step(inputs, targets, scale=len(targets) * process.world_size / size)
+                method.after_step((epoch - 1) * len(train_set) + i + 1)
                 if (i + 1) % CHECK_EVERY == 0:
                     _check(tally, epoch, i + 1, process)
         loss, accuracy = _summarise(tally, train_set, epoch, process)
         trained = time.perf_counter()
+        process.share_buffers(model)
         score = evaluate(model, test_set, forward=forward, execution=execution, process=process)
         if not math.isfinite(score.loss):  # the last update broke weights that no training loss has seen yet
             raise Divergence(epoch, len(train_set), score.loss, which="test")
-        zeros = sparsity(model)
+        zeros = method.sparsity()
         yield EpochRecord(
             epoch=epoch,
             lr=rate,
@@ -136,7 +144,7 @@ def train(
             test_accuracy=score.accuracy,
             sparsity=zeros.fraction,
             weight_sparsity=zeros.weight_fraction,
-            norm_ratio=norm_ratio(model),
+            norm_ratio=norm_ratio(method.weights().values()),
             train_seconds=trained - start,
             test_seconds=time.perf_counter() - trained,
         )
@@ -210,9 +218,9 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def norm_ratio(model: nn.Module) -> float:
+def norm_ratio(weights: nn.Module | Iterable[Tensor]) -> float:
     """Return ‖w‖₂/‖w‖₁ over all parameters: d^-½ where all are equally large, 1 where all but one are zero."""
-    parameters: list[Tensor] = list(model.parameters())
+    parameters: list[Tensor] = list(weights.parameters() if isinstance(weights, nn.Module) else weights)
     one = torch.stack(torch._foreach_norm(parameters, 1)).double().sum()
     two = torch.stack(torch._foreach_norm(parameters, 2)).double().square().sum().sqrt()
     return float(two / one)

@@ -1,0 +1,46 @@
+"""The methods the paper compares with, and gRDA among them, for one training loop; one file a method."""
+
+from __future__ import annotations
+
+import difflib
+
+from dirprune.lab.baselines.amc import Amc
+from dirprune.lab.baselines.grda import Grda
+from dirprune.lab.baselines.magnitude import Magnitude
+from dirprune.lab.baselines.method import Method
+from dirprune.lab.baselines.rda import Rda
+from dirprune.lab.baselines.rigl import RigL
+from dirprune.lab.baselines.sgd import Sgd
+from dirprune.lab.baselines.soft_threshold import Str
+from dirprune.lab.baselines.variational_dropout import VariationalDropout
+
+__all__ = [
+    "METHODS",
+    "Amc",
+    "Grda",
+    "Magnitude",
+    "Method",
+    "Rda",
+    "RigL",
+    "Sgd",
+    "Str",
+    "VariationalDropout",
+    "get",
+]
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (Grda, Sgd, Rda, Magnitude, VariationalDropout, RigL, Amc, Str)
+}
+
+
+def get(name: str) -> type[Method]:
+    """Return the method called ``name``, or say which there are.
+
+    >>> get("rigl").knob
+    'sparsity'
+    """
+    if name in METHODS:
+        return METHODS[name]
+    nearest = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.4)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"there is no method {name!r}.{hint} Known: {', '.join(METHODS)}")

@@ -1,0 +1,123 @@
+"""What a pruning method is to the training loop, which is the same for all of them.
+
+A method is made with its options, attached to a model and its optimizer, and may then act in these places:
+
+- inside every step, as hooks on the optimizer that work in place on fixed tensors, so that a CUDA graph records them;
+- inside every step, by `Method.penalty`, a term that is added to the loss;
+- between steps, by `Method.after_step`, where any Python may run, again in place on the same tensors;
+- at the end, by `Method.finish`, after which the model is a plain one, with its zeros in its weights.
+
+Only the weights of linear and convolutional layers (`prunable`) are pruned by methods that prune by layer: biases,
+normalisation, embeddings and transposed convolutions stay dense. A preset sparsity is a fraction of those weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dirprune import SparsityReport, sparsity
+
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+class Method:
+    """Dense training, and the base of the methods that prune; each overrides what it needs.
+
+    ``name`` is what users call it, ``trains_with`` the optimizer it is meant for ("sgd" or "grda"), and ``knob`` the
+    option that decides its sparsity: "sparsity" itself where that has to be preset, None where nothing is pruned.
+    """
+
+    name: ClassVar[str] = "sgd"
+    trains_with: ClassVar[str] = "sgd"
+    knob: ClassVar[str | None] = None
+
+    model: nn.Module
+    optimizer: Optimizer
+    steps: int
+    examples: int
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
+        """Prepare the model and the optimizer for training; what was saved is loaded after this.
+
+        Args:
+            model: on its device; its layers may be replaced by others that hold the same parameters.
+            optimizer: over the model's parameters; may get hooks and parameters.
+            steps: the length of the whole training.
+            examples: the size of the training set.
+        """
+        if steps < 1 or examples < 1:
+            raise ValueError(f"steps={steps}, examples={examples}: training needs at least one of each")
+        self.model, self.optimizer, self.steps, self.examples = model, optimizer, steps, examples
+
+    def check_attached(self, model: nn.Module) -> None:
+        """Raise a ValueError unless this method is attached to the model."""
+        if getattr(self, "model", None) is not model:
+            raise ValueError(f"method={self.name} is not attached to this model; call its attach before training")
+
+    def penalty(self) -> Tensor | None:
+        """Return what is added to the loss in a step."""
+        return None
+
+    def after_step(self, step: int) -> None:
+        """Act when ``step`` steps are done; gradients are still those of the last one."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights that the network computes with, by the names they have when the method is finished."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def sparsity(self) -> SparsityReport:
+        """Return the zeros of the weights that the network computes with."""
+        return sparsity(self.weights())
+
+    def finish(self) -> None:
+        """Leave a plain model, and let go of the optimizer."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what has to be saved beside the model and the optimizer to go on later."""
+        return {}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put back a saved state; in place, where a recorded step reads it."""
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            raise ValueError(f"state has {sorted(state)}, and {self.name} needs {sorted(own)}; attach as when saving")
+        for key, tensor in own.items():
+            tensor.copy_(state[key])
+
+
+def prunable(model: nn.Module) -> dict[str, Layer]:
+    """Return the linear and convolutional layers by name; of layers that share one weight, the first.
+
+    >>> list(prunable(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2))))
+    ['0', '3']
+    """
+    layers: dict[str, Layer] = {}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, LAYERS) and id(module.weight) not in seen:
+            seen.add(id(module.weight))
+            layers[name] = module
+    if not layers:
+        raise ValueError("model has no linear or convolutional layer, so there is nothing to prune")
+    return layers
+
+
+def check_sparsity(value: float, argument: str = "sparsity") -> float:
+    """Return the value if it is a fraction that leaves something."""
+    if not 0 <= value < 1:
+        raise ValueError(f"{argument}={value} is not a sparsity; give the fraction of zeros, in [0, 1), e.g. 0.9")
+    return value
+
+
+def check_fraction(value: float, argument: str) -> float:
+    """Return the value if it is a place in training."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{argument}={value} is not a place in training; give the fraction of it, in [0, 1]")
+    return value

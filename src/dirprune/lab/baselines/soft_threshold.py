@@ -1,0 +1,96 @@
+"""STR: soft threshold weight reparametrisation, with a threshold that every layer learns.
+
+    W = sign(V) · max(|V| − σ(s), 0),    σ(s) = 1 / (1 + e^−s)
+
+The network computes with W; V and one number s a layer are trained, by the loss and by weight decay. Decay draws s from
+its negative start towards 0, so that the threshold σ(s) grows until the loss, through W, holds it where it is.
+
+Preset: no sparsity; the decay of s decides it (the original has one decay for s and V, which here keeps the recipe's).
+
+Reference: Kusupati, Ramanujan, Somani, Wortsman, Jain, Kakade & Farhadi, "Soft threshold weight reparameterization for
+learnable sparsity", ICML 2020.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+
+from dirprune.lab.baselines.method import Layer, Method, prunable
+
+_ORIGINAL = "parametrizations.weight.original"
+_THRESHOLD = "parametrizations.weight.0.s"
+
+
+class SoftThreshold(nn.Module):
+    """The map from V to W, with the parameter s.
+
+    >>> SoftThreshold(start=0.0)(torch.tensor([-2.0, 0.25, 1.0])).tolist()
+    [-1.5, 0.0, 0.5]
+    """
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.s = nn.Parameter(torch.tensor(start))
+
+    def forward(self, v: Tensor) -> Tensor:
+        return v.sign() * (v.abs() - self.s.sigmoid()).relu()
+
+
+class Str(Method):
+    """Learned thresholds.
+
+    Args:
+        decay: weight decay of every s, what the sparsity grows with.
+        start: s before training; the lower, the longer the network trains densely.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> method = Str(decay=1e-3, start=100.0)  # thresholds of 1, which no weight passes
+        >>> method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=10, examples=100)
+        >>> method.sparsity().weight_fraction
+        1.0
+    """
+
+    name = "str"
+    knob = "decay"
+
+    def __init__(self, *, decay: float = 5e-4, start: float = -10.0) -> None:
+        if not 0 <= decay < math.inf:
+            raise ValueError(f"decay={decay} is not a weight decay; give a finite number ≥ 0, e.g. 5e-4")
+        if not math.isfinite(start):
+            raise ValueError(f"start={start} is not a threshold; give a finite number, e.g. -10")
+        self.decay = decay
+        self.start = start
+        self.layers: dict[str, Layer] = {}
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
+        super().attach(model, optimizer, steps=steps, examples=examples)
+        self.layers = prunable(model)
+        thresholds = []
+        for layer in self.layers.values():
+            map_ = SoftThreshold(self.start).to(layer.weight)
+            parametrize.register_parametrization(layer, "weight", map_)
+            thresholds.append(map_.s)
+        group: dict[str, Any] = {"params": thresholds, "weight_decay": self.decay}
+        if "c" in optimizer.defaults:
+            group["c"] = 0.0  # gRDA must not threshold the thresholds
+        optimizer.add_param_group(group)
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor]:
+        named = {name: p.detach() for name, p in self.model.named_parameters() if not name.endswith(_THRESHOLD)}
+        for name, layer in self.layers.items():
+            prefix = f"{name}." if name else ""
+            named[f"{prefix}{_ORIGINAL}"] = layer.weight
+        return {name.replace(_ORIGINAL, "weight"): tensor for name, tensor in named.items()}
+
+    def finish(self) -> None:
+        for layer in self.layers.values():
+            parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+        self.layers = {}

@@ -1,0 +1,146 @@
+"""AMC: episodes that meet the target, an agent that learns, and what it finds in a network with a redundant layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, relu
+from torch.optim import SGD, Adam
+
+from dirprune.lab import data, models
+from dirprune.lab.baselines.amc import Amc, describe, play, search
+from dirprune.lab.baselines.ddpg import Agent
+from dirprune.lab.baselines.magnitude import Magnitude
+from dirprune.lab.baselines.method import prunable
+
+
+class Redundant(nn.Module):
+    """The largest layer, whose weights are as large as others', has no say in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 24)
+        self.idle = nn.Linear(24, 160)
+        self.last = nn.Linear(24, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = relu(self.first(images.flatten(1)))
+        logits: Tensor = self.last(hidden) + 0.0 * self.idle(hidden).sum()
+        return logits
+
+
+def trained(inputs: Tensor, targets: Tensor) -> Redundant:
+    torch.manual_seed(0)
+    model = Redundant()
+    optimizer = Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return model
+
+
+def accuracy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
+    with torch.no_grad():
+        return 100 * (model(batch[0]).argmax(1) == batch[1]).double().mean().item()
+
+
+def test_the_agent_beats_uniform_sparsity_where_one_layer_is_redundant() -> None:
+    loaders = data.load("digits", batch_size=2000, seed=0, validation=0.3)
+    assert loaders.validation is not None
+    train_batch, test_batch = next(iter(loaders.train)), next(iter(loaders.test))
+    held_out = next(iter(loaders.validation))
+    results = {}
+    rewards: list[float] = []
+
+    def reward(model: nn.Module) -> float:
+        rewards.append(accuracy(model, held_out))
+        return rewards[-1]
+
+    for name, method in (
+        ("amc", Amc(sparsity=0.85, reward=reward, at=0.0)),
+        ("uniform", Magnitude(sparsity=0.85, start=0.0, end=0.0)),
+    ):
+        model = trained(*train_batch)
+        dense = accuracy(model, test_batch)
+        method.attach(model, SGD(model.parameters(), lr=0.1), steps=1, examples=1)
+        assert method.sparsity().weight_fraction == pytest.approx(0.85, abs=1e-3)
+        layers = {layer.name: layer.fraction for layer in method.sparsity().layers if layer.is_weight}
+        results[name] = accuracy(model, test_batch), layers
+    assert len(rewards) == 100
+    assert results["amc"][0] > results["uniform"][0] + 5
+    assert results["amc"][0] > dense - 15
+    assert results["amc"][1]["idle.weight"] > 0.9
+    assert results["amc"][1]["last.weight"] < 0.6
+    # It is learning, not luck: what the agent does at last is better than what it tried at first.
+    assert sum(rewards[-20:]) / 20 > sum(rewards[:20]) / 20 + 5
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.9, 0.98, 0.99])
+def test_every_episode_meets_the_target_within_the_bounds(sparsity: float) -> None:
+    sizes = [10, 500, 40, 7, 3000]
+    torch.manual_seed(0)
+    agent = Agent(features=5 + 3)
+    for noise in (0.0, 0.1, 10.0, 10.0, 10.0):
+        states, actions, found = play(agent, torch.eye(5), sizes, sparsity=sparsity, most=0.99, noise=noise)
+        zeros = sum(n * s for n, s in zip(sizes, found, strict=True))
+        assert zeros == pytest.approx(sparsity * sum(sizes), abs=1e-6)
+        assert all(-1e-9 <= s <= 0.99 + 1e-9 for s in found)
+        assert ((actions >= 0) & (actions <= 1)).all()
+        assert states.shape == (5, 8)
+
+
+def test_the_agent_learns_what_is_rewarded_at_the_end() -> None:
+    torch.manual_seed(0)
+    agent, wanted = Agent(features=3), torch.tensor([0.9, 0.1, 0.6])
+    states, earned = torch.eye(3), []
+    for number in range(70):
+        noise = 0.5 * 0.95 ** max(0, number - 20)
+        actions = torch.tensor([agent.act(state, noise=noise) for state in states])
+        earned.append(-1000 * (actions - wanted).square().sum().item())
+        agent.remember(states, actions, earned[-1])
+        if number >= 20:
+            agent.learn(15)
+    assert sum(earned[-20:]) > 0.4 * sum(earned[:20])
+    found = [agent.act(state) for state in states]
+    assert found[0] > found[2] > found[1]
+
+
+def test_the_search_leaves_random_state_and_weights_alone() -> None:
+    state = torch.get_rng_state()
+    options = {"sparsity": 0.5, "warmup": 3, "episodes": 3}
+    first = search(torch.eye(3), [5, 6, 7], sum, **options)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(5)
+    assert search(torch.eye(3), [5, 6, 7], sum, **options) == first
+
+    model = models.build("small", 10)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def fails(model: nn.Module) -> float:
+        raise RuntimeError("no reward today")
+
+    with pytest.raises(RuntimeError, match="no reward today"):
+        Amc(sparsity=0.5, reward=fails, at=0.0).attach(model, SGD(model.parameters(), lr=0.1), steps=1, examples=1)
+    torch.testing.assert_close(dict(model.named_parameters()), before, rtol=0, atol=0)
+
+
+def test_layers_are_described_between_zero_and_one() -> None:
+    features = describe(prunable(models.build("resnet18", 10)))
+    assert features.shape == (21, 7)
+    assert features.min() >= 0
+    assert features.max() == 1
+    assert features[:, 1].tolist() == [0.0] * 20 + [1.0]
+
+
+def test_bad_options_are_refused() -> None:
+    for options, message in (
+        ({"sparsity": 0.9, "most": 0.5}, r"most=0\.5"),
+        ({"sparsity": 1.0}, r"sparsity=1\.0"),
+        ({"sparsity": 0.5, "warmup": 0}, "warmup=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            search(torch.eye(2), [5, 5], sum, **options)
+    with pytest.raises(ValueError, match=r"at=1\.5"):
+        Amc(sparsity=0.5, reward=lambda model: 0.0, at=1.5)

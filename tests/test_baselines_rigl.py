@@ -1,0 +1,137 @@
+"""RigL: densities that meet the target, a constant number of weights, and growth where the gradient is largest."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_baselines_masks import step
+from test_train import noisy
+from torch.optim import SGD
+
+from dirprune.lab import models
+from dirprune.lab.baselines.method import prunable
+from dirprune.lab.baselines.rigl import RigL, drop_fraction, erk_densities, move_connections
+
+
+def by_bisection(shapes: list[torch.Size], density: float) -> list[float]:
+    """The ε at which min(1, ε·Σ shape/Π shape) meets the target, found without any reasoning."""
+    sizes = [shape.numel() for shape in shapes]
+    raw = [sum(shape) / size for shape, size in zip(shapes, sizes, strict=True)]
+    low, high = 0.0, max(1 / r for r in raw)
+    for _ in range(200):
+        middle = (low + high) / 2
+        kept = sum(size * min(1.0, middle * r) for size, r in zip(sizes, raw, strict=True))
+        low, high = (middle, high) if kept < density * sum(sizes) else (low, middle)
+    return [min(1.0, high * r) for r in raw]
+
+
+@pytest.mark.parametrize("density", [0.01, 0.05, 0.1, 0.2, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("network", ["small", "resnet18", "resnet50"])
+def test_erk_densities_meet_the_target_with_layers_capped_at_one(network: str, density: float) -> None:
+    with torch.device("meta"):
+        shapes = [layer.weight.shape for layer in prunable(models.build(network, 10)).values()]
+    found = erk_densities(shapes, density)
+    sizes = [shape.numel() for shape in shapes]
+    assert sum(n * d for n, d in zip(sizes, found, strict=True)) == pytest.approx(density * sum(sizes), rel=1e-12)
+    assert max(found) <= 1
+    assert found == pytest.approx(by_bisection(shapes, density), rel=1e-9)
+    if network == "resnet50" and density == 0.1:
+        assert found.count(1.0) > 0  # the cap is met, or this says little
+
+
+def test_the_drop_fraction_against_its_formula() -> None:
+    for t in range(0, 750, 50):
+        expected = 0.3 / 2 * (1 + math.cos(t * math.pi / 750))
+        assert drop_fraction(t, end=750, alpha=0.3) == pytest.approx(expected, abs=1e-15)
+
+
+def test_moving_connections_against_sorting_by_hand() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for count in (0, 1, 5, 12):
+        mask = torch.rand(40, generator=generator) < 0.3
+        weight = torch.randn(40, generator=generator) * mask
+        gradient = torch.randn(40, generator=generator)
+        active = [i for i in range(40) if mask[i]]
+        count = min(count, len(active))
+        kept = sorted(active, key=lambda i: -abs(weight[i].item()))[: len(active) - count]
+        others = [i for i in range(40) if i not in kept]
+        grown = sorted(others, key=lambda i: -abs(gradient[i].item()))[:count]
+        expected = torch.zeros(40, dtype=torch.bool)
+        expected[kept + grown] = True
+        assert torch.equal(move_connections(weight, gradient, mask, count), expected)
+
+
+def test_in_training_the_number_is_constant_and_growth_goes_where_the_gradient_is_largest() -> None:
+    model = noisy()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    method = RigL(sparsity=0.8, every=5)
+    method.attach(model, optimizer, steps=60, examples=16)
+    counts = {name: int(mask.sum()) for name, mask in method.masks.items()}
+    assert sum(counts.values()) == round(0.2 * (54 + 540))
+    moves = 0
+    for number in range(1, 61):
+        step(model, optimizer, number)
+        before = {name: mask.clone() for name, mask in method.masks.items()}
+        method.after_step(number)
+        assert {name: int(mask.sum()) for name, mask in method.masks.items()} == counts
+        for name, weight in method.layer_weights.items():
+            now, grown = method.masks[name], method.masks[name] & ~before[name]
+            if not grown.any():  # then, as the number is constant, nothing was dropped
+                continue
+            assert number % 5 == 0
+            assert number < 45
+            moves += 1
+            assert weight.grad is not None
+            assert weight.grad[grown].abs().min() >= weight.grad[~now].abs().max()
+            assert (weight[grown] == 0).all()
+            assert (optimizer.state[weight]["momentum_buffer"][grown] == 0).all()
+    assert moves >= 8
+
+
+def test_the_smallest_weights_are_dropped_by_the_stated_number() -> None:
+    model = noisy()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    method = RigL(sparsity=0.5, every=10, alpha=0.4)
+    method.attach(model, optimizer, steps=100, examples=16)
+    step(model, optimizer, 0)
+    weight, before = method.layer_weights["5"].detach().clone(), method.masks["5"].clone()
+    gradient = method.layer_weights["5"].grad
+    assert gradient is not None
+    gradient.masked_fill_(before, 0.0)  # so that nothing dropped is grown again
+    method.after_step(30)
+    dropped = before & ~method.masks["5"]
+    assert int(dropped.sum()) == int(int(before.sum()) * 0.2 * (1 + math.cos(math.pi * 30 / 75)))
+    assert weight[dropped].abs().max() <= weight[before & ~dropped].abs().min()
+
+
+def test_connections_depend_on_the_seed_alone() -> None:
+    masks = []
+    for seed in (0, 0, 1):
+        model = noisy()
+        torch.manual_seed(len(masks))
+        method = RigL(sparsity=0.8, seed=seed)
+        method.attach(model, SGD(model.parameters(), lr=0.1), steps=10, examples=1)
+        masks.append(method.masks["5"])
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sparsity": 1.0}, "sparsity=1.0"),
+        ({"sparsity": 0.5, "alpha": 2.0}, "alpha=2.0"),
+        ({"sparsity": 0.5, "every": 0}, "every=0"),
+        ({"sparsity": 0.5, "until": -1.0}, "until=-1.0"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RigL(**options)
+
+
+def test_no_density_is_refused() -> None:
+    with pytest.raises(ValueError, match="density=0"):
+        erk_densities([(3, 3)], 0.0)
