@@ -229,6 +229,7 @@ def wrn10x1_cifar10_short() -> Recipe:
         epochs=5,
         c=5e-3,
         published=(),
+        cpu=Execution(channels_last=True),  # a quarter faster than torch's default format
     )
 
 
