@@ -13,7 +13,7 @@ MODULES = sorted(path.relative_to(SOURCE).with_suffix("") for path in SOURCE.rgl
 # What each module of the library may import of the library; a module that is not listed may import none of it.
 LIBRARY = {
     "optim": {"update", "_fused"},
-    "curvature": {"weights"},
+    "curvature": {"modes", "weights"},
     "direction": {"curvature", "weights"},
     "landscape": {"weights"},
     "connect": {"landscape", "weights"},

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import update_bn
 from dirprune import GRDA
 from dirprune.lab import data
 from dirprune.lab.loader import Batch, Batching, Normalization
+from dirprune.lab.processes import Process
 from dirprune.lab.resident import ResidentLoader
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.train import Divergence, EpochRecord, evaluate, norm_ratio, recalibrate_batchnorm, train
@@ -266,7 +267,9 @@ def test_recalibration_of_a_model_without_batchnorm_reads_no_data() -> None:
 
     plain = crafted(examples=4, batch_size=2)
     loader = Unreadable(plain.images, plain.targets, plain.batching, plain.normalization)
-    recalibrate_batchnorm(nn.Linear(1, 1), loader)
+    model = nn.Linear(1, 1)
+    recalibrate_batchnorm(model, loader)
+    assert model.training
 
 
 def test_norm_ratio_lies_between_its_bounds() -> None:
@@ -322,3 +325,18 @@ def test_weights_broken_by_the_last_update_of_an_epoch_are_not_handed_out() -> N
     optimizer = make_sgd(model)
     with pytest.raises(Divergence, match="test loss became nan in step 1 of epoch 1"):
         list(train(model, optimizer, loaders.train, loaders.test, epochs=2, lr=math.inf, schedule=Schedule(), seed=0))
+
+
+def test_buffers_are_shared_between_processes_before_they_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dirprune.lab import train as loop
+
+    order: list[str] = []
+    monkeypatch.setattr(Process, "share_buffers", lambda self, model: order.append("share"))
+    evaluate_ = loop.evaluate
+    monkeypatch.setattr(loop, "evaluate", lambda *a, **k: (order.append("evaluate"), evaluate_(*a, **k))[1])
+    loaders = data.load("digits", batch_size=500, seed=0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    options = {"epochs": 2, "lr": 0.1, "schedule": Schedule(), "seed": 0}
+    list(loop.train(model, optimizer, loaders.train, loaders.test, **options))
+    assert order == ["share", "evaluate"] * 2

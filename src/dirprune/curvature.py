@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dirprune.modes import eval_mode
 from dirprune.weights import Weights, unflatten
 
 Kind = Literal["hessian", "gauss-newton"]
@@ -159,16 +160,9 @@ def _choose(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Param
 @contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Evaluate the model in eval mode, and give back its modes and the random state as they were."""
-    modes = [(module, module.training) for module in model.modules()]
     # Iterating a DataLoader draws from torch's generator, shuffling or not.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            for module, _ in modes:
-                module.training = False
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), eval_mode(model):
+        yield
 
 
 def _to(data: Any, device: torch.device) -> Any:

@@ -21,6 +21,7 @@ from dirprune.lab.processes import Process
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.runs import Run
 from dirprune.lab.train import Divergence, EpochRecord, train
+from dirprune.modes import eval_mode
 
 SAVE_SECONDS = 60.0
 """Without another wish, a checkpoint is written when the last one is this old."""
@@ -204,15 +205,11 @@ def _check_fit(recipe: Recipe, parts: Parts) -> None:
     what = (
         f"model={recipe.model!r} does not fit data={recipe.data!r}, whose images have shape {tuple(inputs.shape[1:])}"
     )
-    modes = [(module, module.training) for module in parts.model.modules()]
-    parts.model.eval()
     try:
-        shape = tuple(parts.model(inputs).shape)
+        with eval_mode(parts.model):
+            shape = tuple(parts.model(inputs).shape)
     except RuntimeError as error:
         raise ValueError(f"{what}: {str(error).splitlines()[0]}; choose another --model or recipe") from error
-    finally:
-        for module, mode in modes:
-            module.training = mode
     if shape != (len(inputs), parts.loaders.classes):
         raise ValueError(f"{what} in {parts.loaders.classes} classes: it gives shape {shape} for {len(inputs)} of them")
 

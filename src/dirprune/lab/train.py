@@ -19,6 +19,7 @@ from dirprune.lab.execution import Execution, Tally, make_step
 from dirprune.lab.loader import Loader
 from dirprune.lab.processes import Process
 from dirprune.lab.schedules import Schedule
+from dirprune.modes import eval_mode
 
 CHECK_EVERY = 200
 """Steps between looks at the loss for divergence: each one waits for the device."""
@@ -165,19 +166,14 @@ def evaluate(
     """
     execution, process = execution or Execution(), process or Process()
     forward = model if forward is None else forward
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     sums = torch.zeros(2, dtype=torch.float64)
-    try:
+    with eval_mode(model):
         for inputs, targets in loader:
             with execution.autocast(inputs.device):
                 logits = forward(inputs.to(memory_format=execution.memory_format)).float()
             loss = cross_entropy(logits, targets, reduction="sum")
             right = (logits.argmax(1) == targets).sum()
             sums = sums.to(inputs.device) + torch.stack([loss.double(), right.double()])
-    finally:
-        for module, mode in modes:
-            module.training = mode
     loss_sum, correct = process.sum(sums).tolist()
     return Score(loss_sum / loader.examples, 100 * correct / loader.examples)
 
@@ -189,22 +185,19 @@ def recalibrate_batchnorm(model: nn.Module, loader: Loader, *, execution: Execut
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
     if not norms:
         return
-    modes = [(module, module.training) for module in model.modules()]
     momenta = [norm.momentum for norm in norms]
-    model.eval()  # nothing but the statistics may depend on the mode
-    try:
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # a cumulative mean
-            norm.train()
-        for inputs, _ in loader:
-            with execution.autocast(inputs.device):
-                model(inputs.to(memory_format=execution.memory_format))
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-        for module, mode in modes:
-            module.training = mode
+    with eval_mode(model):  # nothing but the statistics may depend on the mode
+        try:
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.momentum = None  # a cumulative mean
+                norm.train()
+            for inputs, _ in loader:
+                with execution.autocast(inputs.device):
+                    model(inputs.to(memory_format=execution.memory_format))
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
