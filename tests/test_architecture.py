@@ -42,7 +42,7 @@ LAB_FLOORS = [
     {"train", "checkpoint", "baselines", "execution", "processes", "schedules"},
     {"data", "models", "download"},
     {"imagefolder", "resident", "cifar"},
-    {"loader", "tables", "console"},
+    {"loader", "tables", "console", "files"},
 ]
 EVERYWHERE = {"torch", "triton"}
 

@@ -140,7 +140,7 @@ def test_rewinding_forgets_later_records_and_a_cut_line(run: Run) -> None:
 
 
 def test_a_failed_rewind_loses_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Path, text: str) -> int:
+    def full(self: Path, text: str, **options: str) -> int:
         raise OSError(28, "No space left on device", str(self))
 
     monkeypatch.setattr(Path, "write_text", full)

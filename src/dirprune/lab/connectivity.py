@@ -32,8 +32,8 @@ from dirprune.lab.connectivity_files import (
     facts_of,
     profiles,
     published_curve,
-    write,
 )
+from dirprune.lab.files import write_json
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.tables import read_rows, write_rows
@@ -213,7 +213,7 @@ def _open(
     claim(out, {**networks, **asdict(options)})
     environment = out / "environment.json"
     sessions = json.loads(environment.read_text()) if environment.exists() else []
-    write(environment, [*sessions, runs.environment(device)])
+    write_json(environment, [*sessions, runs.environment(device)])
     return _Job(out, options, recipe, parts, (start, end))
 
 
@@ -337,7 +337,7 @@ def _summarise(job: _Job) -> None:
     if published := published_curve(config):
         fit = {name: getattr(published, name) for name in ("length", "epochs", "lr", "momentum")}
         summary["published"] = {**facts_of(published.profile), **fit}
-    write(job.out / "summary.json", summary)
+    write_json(job.out / "summary.json", summary)
 
 
 def _published_key(a: Recipe, b: Recipe) -> tuple[float, float, bool] | None:

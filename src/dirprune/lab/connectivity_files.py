@@ -22,6 +22,7 @@ from typing import Any
 
 from dirprune.connect import CurveProfile
 from dirprune.lab import connectivity_plots, plots
+from dirprune.lab.files import write_json
 from dirprune.lab.published import connect as published
 from dirprune.lab.published.connect import PublishedCurve
 from dirprune.lab.runs import RunExists
@@ -73,7 +74,7 @@ def claim(out: Path, config: dict[str, Any]) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise RunExists(f"{out} exists, is no job of `dirprune connect` and is not touched; give another --out")
         out.mkdir(parents=True, exist_ok=True)
-        write(path, config)
+        write_json(path, config)
         return
     wanted = json.loads(json.dumps(config))
     other = [key for key in wanted if key not in _NAMES and found.get(key) != wanted[key]]
@@ -159,10 +160,3 @@ def report(out: Path) -> str:
         lines.append(f"Fitted for {fit(config)}; the published curve for {fit(summary['published'])}.")
         lines.append("The published training loss was measured on augmented images, ours on plain ones.")
     return "\n".join(lines)
-
-
-def write(path: Path, content: Any) -> None:
-    """Write a JSON file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)

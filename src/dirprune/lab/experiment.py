@@ -201,7 +201,8 @@ def _conduct(
 @torch.no_grad()
 def _check_fit(recipe: Recipe, parts: Parts) -> None:
     """Raise unless the network maps these images to one number a class; nothing is written before that is known."""
-    inputs = next(iter(parts.loaders.train))[0][:2]
+    device = next(parts.model.parameters()).device
+    inputs = torch.zeros(2, *parts.loaders.shape, device=device)  # their shape is known: no reader need be started
     what = (
         f"model={recipe.model!r} does not fit data={recipe.data!r}, whose images have shape {tuple(inputs.shape[1:])}"
     )

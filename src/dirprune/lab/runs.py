@@ -29,6 +29,7 @@ import torch
 
 import dirprune
 from dirprune.lab import checkpoint
+from dirprune.lab.files import write_json, write_text
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.train import EpochRecord
 
@@ -101,7 +102,7 @@ class Run:
         """Forget the records after ``epoch``: training goes on from there and writes them again."""
         kept = [record for record in self.records() if record.epoch <= epoch]
         text = "".join(json.dumps(record.to_dict()) + "\n" for record in kept)
-        _write(self.folder / "metrics.jsonl", text)
+        write_text(self.folder / "metrics.jsonl", text)
 
     def sessions(self) -> list[dict[str, Any]]:
         """Return what each session that trained here ran on, and under which command."""
@@ -120,7 +121,7 @@ class Run:
     def note_session(self, device: torch.device, world_size: int, root: Path | None = None) -> None:
         """Add this session to environment.json."""
         session = {**environment(device, world_size), "data": str(root.resolve()) if root else ""}
-        _write(self.folder / "environment.json", json.dumps([*self.sessions(), session], indent=1) + "\n")
+        write_json(self.folder / "environment.json", [*self.sessions(), session])
 
 
 def create(folder: Path, recipe: Recipe) -> Run:
@@ -130,7 +131,7 @@ def create(folder: Path, recipe: Recipe) -> Run:
             f"{folder} exists and is never overwritten; go on with `dirprune resume {folder}`, or give another --out"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "config.json", json.dumps(recipe.to_dict(), indent=1) + "\n")
+    write_json(folder / "config.json", recipe.to_dict())
     return Run(folder, recipe)
 
 
@@ -219,14 +220,3 @@ def _is_whole(line: str) -> bool:
     except json.JSONDecodeError:
         return False
     return True
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text)
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+from dirprune.lab.files import write_json, write_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -26,12 +29,11 @@ class OtherSettings(ValueError):
 def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
     """Write a table whole or not at all, so that a crash leaves the rows it had."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(kind)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    temporary.replace(path)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(kind)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    write_text(path, text.getvalue())
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
@@ -77,6 +79,4 @@ def settle(folder: Path, settings: Mapping[str, Any], environment: Mapping[str, 
         raise OtherSettings(f"{folder} holds rows measured with {there}, not {here}; give another --out, or delete it")
     noted["sessions"].append(dict(environment))
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(noted, indent=1) + "\n")
-    temporary.replace(path)
+    write_json(path, noted)
