@@ -90,13 +90,13 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
     n = tl.load(step) + 1.0
     tau = tl.load(threshold)
     c = _float64(table + 1)
-    if c > 0:
-        mu = _float64(table + 2)
-        rate = lr / (1.0 - _float64(table + 3))
-        if rate > 0:
-            # At n = 1 the second term is 0^μ = 0, whose logarithm must not be taken.
-            before = tl.where(n > 1, tl.exp2(mu * tl.log2(tl.maximum(n - 1, 1.0))), 0.0)
-            tau += c * tl.exp2((mu + 0.5) * tl.log2(rate)) * (tl.exp2(mu * tl.log2(n)) - before)
+    mu = _float64(table + 2)
+    rate = lr / (1.0 - _float64(table + 3))
+    # At n = 1 the second term is 0^μ = 0, whose logarithm must not be taken; nor that of a rate of 0. No branches, so
+    # that the first elements are on their way while this is computed.
+    before = tl.where(n > 1, tl.exp2(mu * tl.log2(tl.maximum(n - 1, 1.0))), 0.0)
+    power = tl.where(rate > 0, tl.exp2((mu + 0.5) * tl.log2(tl.where(rate > 0, rate, 1.0))), 0.0)
+    tau += c * power * (tl.exp2(mu * tl.log2(n)) - before)
 
     gamma = lr.to(STATE)
     bound = tau.to(STATE)
@@ -147,6 +147,7 @@ class Launcher:
     def __init__(self) -> None:
         self._maps: dict[tuple[torch.device, tuple[int, ...]], tuple[Tensor, ...]] = {}
         self._spare: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._aside: Any = None  # a stream for what a capture must not record
         self._captured: list[Any] = []
         self._signature: tuple[Any, ...] | None = None
         self._launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -186,7 +187,6 @@ class Launcher:
             self._held = (*map(list, state), lr)  # an address means the same tensor only as long as that one lives
         if _is_capturing(device):
             self._captured.append((self._launches, self._held))  # what the graph reads must live as long as it may
-            self._signature = None  # and is sent when it is replayed, which may be later than the next step
         for arguments, kinds in self._launches:
             grid = (arguments[1].numel(),)
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -248,22 +248,26 @@ class Launcher:
         return self._maps[device, sizes]
 
     def _send(self, cells: list[int], device: torch.device) -> Tensor:
-        """Return the cells on the device, without the host waiting, and so that a CUDA graph can repeat it."""
+        """Return the cells on the device; only a capture has the host wait for that."""
         host = torch.tensor(cells, dtype=torch.int64)
         if device.type != "cuda":
             return host
         spares = self._spare.setdefault(len(cells), [])
         if not _is_capturing(device):
+            self._aside = self._aside or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             while len(spares) < _SPARES:  # memory for captures, which may not allocate it
                 spares.append((host.pin_memory(), torch.empty_like(host, device=device)))
+                self._aside.wait_stream(torch.cuda.current_stream(device))
             return host.pin_memory().to(device, non_blocking=True)
         if not spares:
             _refuse_capture(device)
-        # The graph repeats the copy from this very memory at every replay, so it keeps both ends for itself alone.
+        # On a stream that is not captured: the graph needs the table and not the copy, at no replay.
         pinned, table = spares.pop()
-        self._captured.append((pinned, table))
         pinned.copy_(host)
-        return table.copy_(pinned, non_blocking=True)
+        with torch.cuda.stream(self._aside):
+            table.copy_(pinned, non_blocking=True)
+        self._aside.synchronize()
+        return table
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
