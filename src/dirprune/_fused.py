@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -146,7 +147,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self._maps: dict[tuple[torch.device, tuple[int, ...]], tuple[Tensor, ...]] = {}
-        self._spare: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._spare: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
         self._aside: Any = None  # a stream for what a capture must not record
         self._captured: list[Any] = []
         self._signature: tuple[Any, ...] | None = None
@@ -256,17 +257,20 @@ class Launcher:
         if not _is_capturing(device):
             self._aside = self._aside or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             while len(spares) < _SPARES:  # memory for captures, which may not allocate it
-                spares.append((host.pin_memory(), torch.empty_like(host, device=device)))
+                echo = torch.zeros_like(host, pin_memory=True)
+                spares.append((host.pin_memory(), torch.empty_like(host, device=device), echo))
                 self._aside.wait_stream(torch.cuda.current_stream(device))
             return host.pin_memory().to(device, non_blocking=True)
         if not spares:
             _refuse_capture(device)
         # On a stream that is not captured: the graph needs the table and not the copy, at no replay.
-        pinned, table = spares.pop()
+        pinned, table, echo = spares.pop()
         pinned.copy_(host)
         with torch.cuda.stream(self._aside):
             table.copy_(pinned, non_blocking=True)
-        self._aside.synchronize()
+            echo.copy_(table, non_blocking=True)
+        while not torch.equal(echo, host):  # what waits for a stream is forbidden while another one is captured
+            time.sleep(0)
         return table
 
 
