@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ _SPARES = 4
 """Tables that can be captured between two steps outside a graph."""
 _COLUMNS = tl.constexpr(7)  # param, grad, accumulator, momentum buffer, elements, step, threshold
 _HEADER = tl.constexpr(5)  # lr, c, mu, momentum, weight decay, as float64
+_DTYPE = attrgetter("dtype")
 _TRITON = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -39,11 +41,11 @@ _TRITON = {
 def obstacle(params: Iterable[Tensor]) -> str | None:
     """Return why the kernel cannot run on these parameters, or None."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    for p in params:
-        if p.device.type != "cuda" and not (interpreted and p.device.type == "cpu"):
-            return f"a parameter is on {p.device}, and the kernel needs CUDA"
-        if p.dtype not in _TRITON:
-            return f"a parameter is of {p.dtype}, and the kernel takes float16, bfloat16, float32 and float64"
+    for device, dtype in {(p.device, p.dtype) for p in params}:
+        if device.type != "cuda" and not (interpreted and device.type == "cpu"):
+            return f"a parameter is on {device}, and the kernel needs CUDA"
+        if dtype not in _TRITON:
+            return f"a parameter is of {dtype}, and the kernel takes float16, bfloat16, float32 and float64"
     return None
 
 
@@ -178,7 +180,7 @@ class Launcher:
         moved: list[tuple[Tensor, ...]] = []
         numbers = (lr.data_ptr() if isinstance(lr, Tensor) else lr, c, mu, momentum, nesterov, weight_decay, maximize)
         state = (accumulators, buffers or accumulators, steps, thresholds)
-        signature = (numbers, _stream(device), *map(_addresses, (params, grads, *state)), _layouts(params, grads))
+        signature = (numbers, _stream(device), *_whereabouts(params, grads, accumulators, buffers, steps, thresholds))
         if signature != self._signature:
             scalars = [0.0 if isinstance(lr, Tensor) else lr, c, mu, momentum, weight_decay]
             flags = {"MOMENTUM": momentum != 0, "NESTEROV": nesterov, "WEIGHT_DECAY": weight_decay != 0}
@@ -274,12 +276,22 @@ class Launcher:
         return table
 
 
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
-
-
-def _layouts(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    return [(p.stride(), g.stride(), p.dtype, g.dtype) for p, g in zip(params, grads, strict=True)]
+def _whereabouts(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    accumulators: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    thresholds: Sequence[Tensor],
+) -> Iterator[list[Any]]:
+    """Yield what decides where the kernel reads and writes; by `map`, because every step asks it of every tensor."""
+    for tensors in (params, grads, accumulators, buffers):
+        yield list(map(Tensor.data_ptr, tensors))
+    for tensors in (params, grads):
+        yield list(map(Tensor.stride, tensors))
+        yield list(map(_DTYPE, tensors))
+    for scalars in (steps, thresholds):  # held while their addresses are in use, so that identity is enough
+        yield list(map(id, scalars))
 
 
 def _stream(device: torch.device) -> int:

@@ -17,6 +17,7 @@ from dirprune.update import grda
 
 _PER_ELEMENT = ("accumulator", "momentum_buffer")
 _PER_PARAMETER = ("step", "threshold")
+_PLAIN = (Tensor, nn.Parameter)
 _MACHINE = ("foreach", "fused", "capturable")
 _MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize")
 
@@ -151,8 +152,10 @@ class GRDA(Optimizer):
         thresholds: list[Tensor],
     ) -> None:
         # The name and the fill-these-lists signature are what lets torch.compile trace the step without this part.
+        has_momentum = bool(group["momentum"])
         for p in group["params"]:
-            if p.grad is None:
+            grad = p.grad
+            if grad is None:
                 continue
             state = self.state[p]
             if not state:
@@ -160,16 +163,17 @@ class GRDA(Optimizer):
                 scalar_device = _scalar_device(group, p)
                 state["step"] = torch.zeros((), dtype=torch.float64, device=scalar_device)
                 state["threshold"] = torch.zeros((), dtype=torch.float64, device=scalar_device)
-            if state["threshold"].device != state["step"].device:  # torch.compile moves a "step" to the GPU by itself
-                state["threshold"] = state["threshold"].to(state["step"].device)
-            if group["momentum"] and "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(state["accumulator"])
+            step, threshold = state["step"], state["threshold"]
+            if threshold.is_cuda != step.is_cuda:  # torch.compile moves a "step" to the GPU by itself
+                state["threshold"] = threshold = threshold.to(step.device)
             params.append(_local(p))
-            grads.append(_local_grad(p))
+            grads.append(_local_grad(grad, p))
             accumulators.append(_local(state["accumulator"]))
-            steps.append(state["step"])
-            thresholds.append(state["threshold"])
-            if group["momentum"]:
+            steps.append(step)
+            thresholds.append(threshold)
+            if has_momentum:
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(state["accumulator"])
                 buffers.append(_local(state["momentum_buffer"]))
 
     @overload
@@ -277,15 +281,14 @@ def _fused_obstacle(params: Iterable[Tensor]) -> str | None:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return this process's shard of a DTensor: the step is elementwise, so each process takes it on what it holds."""
-    if type(tensor) in (Tensor, nn.Parameter):
+    if type(tensor) in _PLAIN:
         return tensor
     # By its method and not its class, whose import loads much that a plain training script does not need.
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard
 
 
-def _local_grad(p: Tensor) -> Tensor:
-    grad: Any = p.grad
+def _local_grad(grad: Any, p: Tensor) -> Tensor:
     if type(grad) is Tensor:
         return grad
     if hasattr(grad, "placements") and grad.placements != p.placements:  # type: ignore[attr-defined]
