@@ -1,0 +1,70 @@
+"""What a comparison of pruning methods shows: accuracy against sparsity, and the sparsity of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+STEM, SHORTCUT = "stem conv", "shortcut"
+"""The kinds of layers that a shape alone does not tell; the others are "conv 3×3", "conv 1×1", …, "linear"."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Accuracy against sparsity of one method.
+
+    A single point at sparsity 0 is a dense network, which the others are measured by.
+
+    Args:
+        label: begins with the name of the method, which decides its colour: "gRDA", "gRDA c=0.005", "rigl".
+        sparsity: the fraction of zeros, 0 to 1, of every point.
+        accuracy: of every point, in percent.
+        spread: half the length of every point's error bar, e.g. the std over seeds; NaN where it is not known.
+        dashed: draw the line dashed.
+
+    Example:
+        >>> Curve("gRDA", sparsity=[0.9, 0.95], accuracy=[93.6, 93.5], spread=[0.1, 0.2]).label
+        'gRDA'
+    """
+
+    label: str
+    sparsity: Sequence[float]
+    accuracy: Sequence[float]
+    spread: Sequence[float] | None = None
+    dashed: bool = False
+
+    def __post_init__(self) -> None:
+        spread = self.sparsity if self.spread is None else self.spread
+        if not len(self.sparsity) == len(self.accuracy) == len(spread):
+            raise ValueError(
+                f"sparsity, accuracy and spread of {self.label!r} have {len(self.sparsity)}, {len(self.accuracy)} and "
+                f"{len(spread)} values; give one of each a point"
+            )
+        if wrong := [value for value in self.sparsity if not 0 <= value <= 1]:
+            raise ValueError(f"sparsity={wrong[0]} of {self.label!r} is no fraction; give 0.9 for 90 %")
+        if wrong := [value for value in self.accuracy if not 0 <= value <= 100]:
+            raise ValueError(f"accuracy={wrong[0]} of {self.label!r} must lie in 0 ... 100; leave out runs without one")
+        if wrong := [value for value in spread if value < 0]:
+            raise ValueError(f"spread={wrong[0]} of {self.label!r} must not be negative; give a standard deviation")
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether this is the reference: one point, of a network without zeros."""
+        return list(self.sparsity) == [0]
+
+
+@dataclass(frozen=True)
+class LayerBar:
+    """The sparsity of one layer under one method, as a fraction; a list of them is in network order.
+
+    ``kind`` is what the layer is: `STEM`, `SHORTCUT`, "conv 3×3", "conv 1×1", "linear", or another word.
+    """
+
+    method: str
+    layer: str
+    kind: str
+    sparsity: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sparsity <= 1:
+            raise ValueError(f"sparsity={self.sparsity} of {self.layer!r} is no fraction; give 0.9 for 90 %")

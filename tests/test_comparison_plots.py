@@ -1,0 +1,221 @@
+"""Figures of a comparison: the numbers on their axes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.colors import same_color
+from matplotlib.lines import Line2D
+from PIL import Image
+from torch import nn
+
+from dirprune import sparsity
+from dirprune.lab.baselines import METHODS
+from dirprune.lab.comparison_plots import (
+    Curve,
+    LayerBar,
+    draw_layerwise,
+    draw_tradeoff,
+    layer_bars,
+    layerwise,
+    method_of,
+    tradeoff,
+)
+
+GRDA = Curve("gRDA", sparsity=[0.98, 0.9, 0.95], accuracy=[92.0, 93.5, 93.0], spread=[0.3, 0.1, 0.2])
+DENSE = Curve("dense", sparsity=[0], accuracy=[93.7], spread=[0.2])
+NETWORK = [("conv1", "stem conv"), ("conv2", "conv 3×3"), ("conv3", "conv 1×1"), ("conv4", "dilated"), ("fc", "linear")]
+
+
+def lines(axes: Axes) -> dict[str, Line2D]:
+    return {str(line.get_label()): line for line in axes.get_lines()}
+
+
+def values(line: Line2D) -> tuple[list[float], list[float]]:
+    return np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist()
+
+
+def bars(*methods: str, base: float = 0.5) -> list[LayerBar]:
+    return [LayerBar(m, layer, kind, base + 0.1 * i) for m in methods for i, (layer, kind) in enumerate(NETWORK)]
+
+
+def test_a_curve_is_drawn_in_percent_and_by_sparsity() -> None:
+    [axes] = tradeoff([GRDA]).axes
+    x, y = values(lines(axes)["gRDA"])
+    assert x == pytest.approx([90, 95, 98])
+    assert y == [93.5, 93.0, 92.0]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("sparsity (%)", "test accuracy (%)")
+
+
+def test_error_bars_reach_one_spread_either_way_and_stay_in_view() -> None:
+    [axes] = tradeoff([GRDA, Curve("rigl", [0.9], [90.0])]).axes
+    [segments] = [c.get_segments() for c in axes.collections if isinstance(c, LineCollection)]
+    assert [(s[0, 1], s[1, 1]) for s in segments] == [
+        pytest.approx(p) for p in [(93.4, 93.6), (92.8, 93.2), (91.7, 92.3)]
+    ]
+    low, high = axes.get_ylim()
+    assert low < 90
+    assert high > 93.6
+
+
+def test_a_spread_that_is_not_known_has_no_bar() -> None:
+    [axes] = tradeoff([Curve("gRDA", [0.9, 0.95], [93.0, 92.0], spread=[math.nan, 0.5])]).axes
+    [segments] = [c.get_segments() for c in axes.collections if isinstance(c, LineCollection)]
+    assert [segment[:, 1].tolist() for segment in segments] == [pytest.approx([91.5, 92.5])]
+    assert np.isfinite(axes.get_ylim()).all()
+
+
+def test_the_axis_is_logarithmic_in_what_is_left() -> None:
+    [axes] = tradeoff([GRDA]).axes
+    assert axes.get_xticks().tolist() == [90, 95, 98]
+    place = axes.transData.transform([(x, 93.0) for x in (90.0, 95.0, 98.0)])[:, 0]
+    # Halving what is left is a step of the same length anywhere: 10 → 5 is log 2, 5 → 2 is log 2.5.
+    assert (place[2] - place[1]) / (place[1] - place[0]) == pytest.approx(math.log(2.5) / math.log(2))
+
+
+@pytest.mark.parametrize("fractions", [[0.9], [0.81, 0.83], [0.5, 1.0], [0.0, 0.3]])
+def test_the_axis_is_linear_where_a_logarithm_helps_nothing_or_does_not_exist(fractions: list[float]) -> None:
+    [axes] = tradeoff([Curve("gRDA", fractions, [90.0] * len(fractions))]).axes
+    assert axes.get_xscale() == "linear"
+    low, high = axes.get_xlim()
+    assert low < 100 * min(fractions)
+    assert high > 100 * max(fractions)
+
+
+def test_a_dense_network_is_a_horizontal_line_and_leaves_the_axis_alone() -> None:
+    [axes] = tradeoff([DENSE, GRDA]).axes
+    assert values(lines(axes)["dense"]) == ([0, 1], [93.7, 93.7])
+    assert axes.get_xlim()[0] > 80
+    [alone] = tradeoff([DENSE]).axes
+    assert alone.get_xlim() == (-5, 105)
+
+
+def test_a_single_point_shows() -> None:
+    [axes] = tradeoff([Curve("amc", [0.9], [92.0])]).axes
+    assert lines(axes)["amc"].get_marker() not in ("", "None", None)
+
+
+def test_accuracies_far_apart_get_a_closer_panel() -> None:
+    whole, close = tradeoff([GRDA, Curve("random", [0.5, 0.9, 0.99], [85.0, 60.0, 10.0])]).axes
+    assert whole.get_ylim()[0] < 10
+    assert close.get_title() == "within 10 points of the best"
+    assert 83 < close.get_ylim()[0] < 85
+    assert close.get_xlim()[1] < 99 < whole.get_xlim()[1]
+    assert values(lines(whole)["random"]) == values(lines(close)["random"])
+
+
+def test_every_method_of_the_lab_has_a_colour_of_its_own_in_both_figures() -> None:
+    names = list(METHODS)
+    assert [method_of(name) for name in names] == [name.replace("-", " ") for name in names]
+    [axes] = tradeoff([Curve(name, [0.9, 0.95], [90.0, 89.0]) for name in names]).axes
+    colours = {name: lines(axes)[name].get_color() for name in names}
+    assert len(set(colours.values())) == len(names)
+    for strip, name in zip(layerwise(bars(*reversed(names))).axes, reversed(names), strict=True):
+        assert same_color(lines(strip)["_" + name].get_color(), colours[name])
+
+
+def test_settings_of_a_method_share_its_colour_and_differ_in_style() -> None:
+    [axes] = tradeoff(
+        [
+            Curve("rigl", [0.9, 0.95], [90.0, 89.0]),
+            Curve("gRDA c = 1", [0.9, 0.95], [90.0, 89.0]),
+            Curve("gRDA c = 2", [0.9, 0.95], [90.0, 89.0]),
+            Curve("gRDA, published", [0.9, 0.95], [90.0, 89.0], dashed=True),
+        ]
+    ).axes
+    rigl, one, two, published = axes.get_lines()
+    assert rigl.get_zorder() > one.get_zorder() > two.get_zorder()  # earlier curves lie on top
+    assert one.get_color() == two.get_color() == published.get_color()
+    assert (one.get_linestyle(), two.get_linestyle()) == ("-", ":")
+    assert published.is_dashed()
+
+
+def test_layers_stand_in_network_order_with_the_marks_of_their_kinds() -> None:
+    first, second = layerwise(bars("gRDA", "rigl")).axes
+    x, y = values(lines(first)["_gRDA"])
+    assert x == [0, 1, 2, 3, 4]
+    assert y == pytest.approx([50, 60, 70, 80, 90])
+    marks = {label: line for label, line in lines(first).items() if not label.startswith("_")}
+    assert list(marks) == [kind for _, kind in NETWORK]
+    assert values(marks["conv 1×1"]) == ([x[2]], [y[2]])
+    assert len({str(line.get_marker()) for line in marks.values()}) == 5
+    assert [first.get_title(loc="left"), second.get_title(loc="left")] == ["gRDA", "rigl"]
+    assert [label.get_text() for label in second.get_xticklabels()] == [layer for layer, _ in NETWORK]
+    assert first.get_ylim() == (50, 100)
+    assert layerwise(bars("gRDA", base=0.3)).axes[0].get_ylim() == (0, 100)
+
+
+def test_legend_and_title_are_there_once() -> None:
+    figure = layerwise(bars("gRDA", "rigl"), title="a network")
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [kind for _, kind in NETWORK]
+    assert legend.get_title().get_text() == "a network"
+    [legend] = tradeoff([GRDA, DENSE], title="a trade").legends
+    assert [text.get_text() for text in legend.get_texts()] == ["gRDA", "dense"]
+    assert legend.get_title().get_text() == "a trade"
+
+
+def test_bars_of_a_network_are_its_weights_with_their_zeros() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+            self.body = nn.Conv2d(4, 4, 3)
+            self.shortcut = nn.Conv2d(4, 4, 1)
+            self.norm = nn.BatchNorm2d(4)
+            self.fc = nn.Linear(4, 2)
+
+    net = Net()
+    with torch.no_grad():
+        net.fc.weight.fill_(1.0)[0, :2] = 0
+    found = layer_bars("gRDA", sparsity(net))
+    assert [(bar.layer, bar.kind) for bar in found] == [
+        ("conv", "stem conv"),
+        ("body", "conv 3×3"),
+        ("shortcut", "shortcut"),
+        ("fc", "linear"),
+    ]
+    assert [bar.sparsity for bar in found] == [0, 0, 0, 0.25]
+    assert layer_bars("gRDA", sparsity(nn.Linear(2, 2)))[0].kind == "linear"
+
+
+def test_figures_are_written_in_the_format_of_the_path(tmp_path: Path) -> None:
+    with Image.open(draw_tradeoff(tmp_path / "new" / "tradeoff.png", [GRDA, DENSE])) as image:
+        assert image.format == "PNG"
+    assert draw_layerwise(tmp_path / "layers.pdf", bars("gRDA")).read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"accuracy": [90.0]}, "have 3, 1 and 3 values"),
+        ({"spread": [0.1]}, "have 3, 3 and 1 values"),
+        ({"sparsity": [0.9, 0.95, 98]}, r"sparsity=98 of 'gRDA' is no fraction"),
+        ({"accuracy": [0.9, math.nan, 0.9]}, r"accuracy=nan of 'gRDA'"),
+        ({"spread": [0.1, -0.2, 0.1]}, r"spread=-0.2 of 'gRDA'"),
+    ],
+)
+def test_a_curve_says_what_is_wrong_with_it(change: dict[str, list[float]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Curve(**{**vars(GRDA), **change})
+
+
+def test_figures_say_what_is_wrong_with_their_input() -> None:
+    with pytest.raises(ValueError, match="curves holds no point"):
+        tradeoff([Curve("gRDA", [], [])])
+    with pytest.raises(ValueError, match="the label 'gRDA' twice"):
+        tradeoff([GRDA, GRDA])
+    with pytest.raises(ValueError, match="layers is empty"):
+        layerwise([])
+    with pytest.raises(ValueError, match="layers of 'rigl' and 'gRDA' differ"):
+        layerwise(bars("gRDA", "rigl")[:-1])
+    with pytest.raises(ValueError, match="a layer of 'gRDA' twice"):
+        layerwise(bars("gRDA", "gRDA"))
+    with pytest.raises(ValueError, match="sparsity=90 of 'fc' is no fraction"):
+        LayerBar("gRDA", "fc", "linear", 90)
