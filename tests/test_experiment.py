@@ -21,9 +21,10 @@ import torch
 from test_train import Breaking, numbers
 from torch import nn
 
+from dirprune import sparsity
 from dirprune.lab import checkpoint, experiment, recipes, runs
 from dirprune.lab.checkpoint import CheckpointWarning
-from dirprune.lab.experiment import Diverged, assemble, conduct
+from dirprune.lab.experiment import Diverged, assemble, conduct, make_method
 from dirprune.lab.loader import Loader
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.runs import Run
@@ -33,10 +34,23 @@ CPU = torch.device("cpu")
 # Four steps an epoch, the last one short.
 SHORT = replace(recipes.get("digits"), epochs=4, batch_size=400, c=0.05, seed=3)
 NOISY = replace(SHORT, model="test_train:noisy")  # dropout and BatchNorm
+# Every one of them acts more than once in sixteen steps, and AMC at the end of the second epoch.
+METHODS: dict[str, dict[str, Any]] = {
+    "magnitude": {"sparsity": 0.8, "allocation": "global", "every": 3},
+    "rigl": {"sparsity": 0.8, "every": 3},
+    "amc": {"sparsity": 0.8, "warmup": 2, "episodes": 2},
+    "str": {"decay": 0.5, "start": -4.0},
+    "variational-dropout": {"start": -5.0, "pace": 1.0},
+}
 RECIPES = {
     "small-grda": SHORT,
     "noisy-grda": NOISY,
     "noisy-sgd": replace(NOISY, optimizer="sgd", momentum=0.9),
+    "noisy-rda": replace(NOISY, method="rda", options=(("lam", 0.01),)),
+    **{
+        f"noisy-{name}": replace(NOISY, optimizer="sgd", momentum=0.9, method=name, options=tuple(options.items()))
+        for name, options in METHODS.items()
+    },
     "noisy-exempt": replace(NOISY, exempt=("bias", "norm"), momentum=0.9, nesterov=True, weight_decay=1e-3),
 }
 
@@ -60,6 +74,7 @@ def assert_equal(run: Run, other: Run) -> None:
     assert numbers(run.records()) == numbers(other.records())
     (epoch, ours), (other_epoch, theirs) = (checkpoint.latest(each.checkpoints) or (0, {}) for each in (run, other))
     assert epoch == other_epoch == run.recipe.epochs
+    assert ours.keys() == theirs.keys()
     assert ours["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
     assert ours["recipe"] == theirs["recipe"]
     for state in ours, theirs:
@@ -87,6 +102,67 @@ def test_two_epochs_and_two_more_equal_four(name: str, tmp_path: Path) -> None:
 
     assert finish(run) == []  # a finished run stays as it is
     assert first + second == run.records()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_checkpoint_of_a_method_holds_the_plain_network_that_was_tested(name: str, tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", RECIPES[f"noisy-{name}"])
+    records = finish(run, save_every=1)
+    parts = assemble(run.recipe, device=CPU, root=None)
+    for epoch in checkpoint.epochs(run.checkpoints):
+        parts.model.load_state_dict(runs.weights_of(run, epoch)[1])
+        record = records[epoch - 1]
+        assert evaluate(parts.model, parts.loaders.test).loss == record.test_loss
+        assert sparsity(parts.model).weight_fraction == record.weight_sparsity
+    assert records[-1].weight_sparsity > 0.1
+
+
+def test_an_outcome_says_what_is_left_of_every_layer(tmp_path: Path) -> None:
+    run = uninterrupted(tmp_path / "run", RECIPES["noisy-rigl"])
+    outcome = runs.load(run.folder).outcome()
+    assert outcome is not None
+    assert outcome.zeros is not None
+    assert (outcome.diverged, outcome.peak_memory_mib) == ("", None)  # no GPU here
+    parts = assemble(run.recipe, device=CPU, root=None)
+    parts.model.load_state_dict(runs.weights_of(run)[1])
+    expected = {name: (tuple(p.shape), int((p == 0).sum())) for name, p in parts.model.named_parameters()}
+    assert {layer.name: (layer.shape, layer.zeros) for layer in outcome.zeros.layers} == expected
+    (run.folder / "outcome.json").unlink()  # as if it was killed just before
+    finish(run)
+    assert run.outcome() == outcome
+
+
+def test_a_run_that_goes_on_has_no_outcome_until_it_ends(tmp_path: Path) -> None:
+    run = uninterrupted(tmp_path / "run")
+    truncate(run.checkpoints / "epoch-0004.pt")
+    records = conduct(run, device=CPU)
+    with pytest.warns(CheckpointWarning):
+        next(records)
+    assert run.recipe.epochs > 1
+    assert run.outcome() is None
+    records.close()
+
+
+def test_a_checkpoint_from_before_methods_goes_on(tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", SHORT)
+    finish(run, stopping=after(2))
+    state = checkpoint.load(run.checkpoints / "epoch-0002.pt")
+    del state["method"], state["recipe"]["method"], state["recipe"]["options"]
+    checkpoint.save(run.checkpoints, 2, state)
+    finish(run)
+    assert_equal(run, uninterrupted(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("options", [{"density": 0.1, "sparsity": 0.5}, {}])
+def test_options_that_do_not_make_the_method_are_refused(options: dict[str, float], tmp_path: Path) -> None:
+    recipe = replace(RECIPES["noisy-rigl"], options=tuple(options.items()))
+    with pytest.raises(ValueError, match=r"do not make rigl; it takes sparsity, alpha, every, until, seed"):
+        finish(runs.create(tmp_path / "run", recipe))
+
+
+def test_methods_that_draw_do_so_by_the_seed_of_the_run() -> None:
+    seeds = [make_method(replace(RECIPES["noisy-rigl"], seed=seed), lambda model: 0.0) for seed in (4, 5)]
+    assert [vars(method)["seed"] for method in seeds] == [4, 5]
 
 
 def go_on(folder: Path, until: int) -> None:
@@ -185,6 +261,9 @@ def test_divergence_says_where_and_what_to_do(tmp_path: Path) -> None:
     assert state["epoch"] == 2
     assert all(value.isfinite().all() for value in state["model"].values())
     assert [record.epoch for record in run.records()] == [1, 2]
+    outcome = run.outcome()
+    assert outcome is not None
+    assert (outcome.zeros, outcome.diverged) == (None, "the training loss became nan in step 2 of epoch 3")
 
 
 def test_divergence_never_names_a_damaged_checkpoint(tmp_path: Path) -> None:

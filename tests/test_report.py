@@ -128,6 +128,8 @@ def test_settings_say_what_differs_and_no_more() -> None:
     fast = replace(sgd, cpu=replace(sgd.cpu, precision="bfloat16", compile=True))
     assert settings([sgd, fast]) == ["SGD, cpu=float32", "SGD, cpu=bfloat16/compile"]
     assert settings([DIGITS, replace(DIGITS, exempt=("bias",))])[0].endswith("exempt=none")
+    rigl = replace(sgd, method="rigl", options=(("sparsity", 0.9),))
+    assert settings([sgd, rigl]) == ["SGD", "rigl sparsity=0.9"]
 
 
 def test_recipes_of_different_names_stand_side_by_side(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import dirprune
+from dirprune import sparsity
 from dirprune.lab import checkpoint, recipes, runs
-from dirprune.lab.runs import Run, RunExists
+from dirprune.lab.runs import Outcome, Run, RunExists
 from dirprune.lab.train import EpochRecord
 
 CPU = torch.device("cpu")
@@ -51,6 +52,32 @@ def test_config_comes_back(name: str, tmp_path: Path) -> None:
     recipe = replace(recipes.get(name), seed=3, keep=(1, 5))
     created = runs.create(tmp_path / "run", recipe)
     assert runs.load(tmp_path / "run") == created == Run(tmp_path / "run", recipe)
+
+
+def test_an_outcome_comes_back(run: Run) -> None:
+    assert run.outcome() is None
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    torch.nn.init.zeros_(model[0].weight)
+    for outcome in (Outcome(sparsity(model), peak_memory_mib=12.5), Outcome(diverged="the loss became nan")):
+        run.conclude(outcome)
+        found = run.outcome()
+        assert found is not None
+        assert (found.diverged, found.peak_memory_mib) == (outcome.diverged, outcome.peak_memory_mib)
+        if outcome.zeros is None:
+            assert found.zeros is None
+            continue
+        assert found.zeros is not None
+        assert (found.zeros.zeros, found.zeros.total) == (8, 12)  # six weights, the bias of the norm
+        assert [layer.name for layer in found.zeros.layers] == [name for name, _ in model.named_parameters()]
+        assert [layer.shape for layer in found.zeros.layers] == [p.shape for p in model.parameters()]
+    (run.folder / "outcome.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be read as an outcome"):
+        run.outcome()
+
+
+def test_a_name_tells_the_method_and_its_options() -> None:
+    recipe = replace(recipes.get("digits"), optimizer="sgd", method="rigl", options=(("sparsity", 0.9),))
+    assert runs.default_name(recipe) == "digits-rigl-sparsity0.9-s0"
 
 
 def test_an_existing_folder_is_never_overwritten(run: Run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +15,14 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from dirprune import GRDA, prunable_groups
-from dirprune.lab import checkpoint, data, models
+from dirprune import GRDA, prunable_groups, sparsity
+from dirprune.lab import baselines, checkpoint, data, models
+from dirprune.lab.baselines import Method
 from dirprune.lab.loader import CIFAR_STATISTICS, IMAGENET_STATISTICS, Loader
 from dirprune.lab.processes import Process
 from dirprune.lab.recipes import Recipe
-from dirprune.lab.runs import Run
+from dirprune.lab.reward import Reward
+from dirprune.lab.runs import Outcome, Run
 from dirprune.lab.train import Divergence, EpochRecord, train
 from dirprune.modes import eval_mode
 
@@ -32,7 +35,7 @@ _MACHINE = ("lr", "foreach", "fused", "capturable")
 _STATISTICS = {"": None, "cifar": CIFAR_STATISTICS, "imagenet": IMAGENET_STATISTICS}
 
 
-_FREE_TO_CHANGE = {"about", "keep", "published", "cpu", "cuda"}
+FREE_TO_CHANGE = {"about", "keep", "published", "cpu", "cuda"}
 """What of a recipe does not decide the numbers of a run that goes on."""
 
 
@@ -96,6 +99,28 @@ def make_optimizer(recipe: Recipe, model: nn.Module, device: torch.device) -> Op
     )
 
 
+def make_method(recipe: Recipe, reward: Callable[[nn.Module], float]) -> Method:
+    """Return the recipe's method, not yet attached; one that draws at random does so by the recipe's seed.
+
+    Args:
+        recipe: whose method to make, or that of its optimizer alone.
+        reward: of a model, higher is better, for a method that searches.
+
+    Raises:
+        ValueError: the options are not those of the method.
+    """
+    kind = baselines.get(recipe.method or recipe.optimizer)
+    known = inspect.signature(kind).parameters
+    given: dict[str, Any] = {"seed": recipe.seed, "reward": reward}
+    options = {name: value for name, value in given.items() if name in known} | dict(recipe.options)
+    wrong = sorted(options.keys() - known.keys())
+    missing = [name for name, p in known.items() if p.default is p.empty and name not in options]
+    if wrong or missing:
+        takes = ", ".join(name for name in known if name != "reward")
+        raise ValueError(f"options={dict(recipe.options)} do not make {kind.name}; it takes {takes}")
+    return kind(**options)
+
+
 def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load a saved state; where the learning rate lives and which kernels run stay this machine's own."""
     own = [{key: group[key] for key in _MACHINE if key in group} for group in optimizer.param_groups]
@@ -144,23 +169,25 @@ def _conduct(
     stopping: Callable[[], bool],
 ) -> Iterator[EpochRecord]:
     recipe = run.recipe
+    execution = recipe.execution(device.type)
     parts = assemble(recipe, device=device, root=root, process=process)
     _check_fit(recipe, parts)
+    method = make_method(recipe, Reward(parts.loaders, execution, process))
     found = checkpoint.latest(run.checkpoints)
-    done = 0
-    if found is not None:
-        done, state = found
-        _check_unchanged(run, state)
-        parts.model.load_state_dict(state["model"])
-        restore(parts.optimizer, state["optimizer"])
+    done = _go_back(run, parts, method, found)
     process.wait()  # all have read before the first one writes
     if process.is_first:
         checkpoint.set_aside(run.checkpoints, after=done)
         run.rewind(done)
         run.note_session(device, process.world_size, root)
         if found is None:
-            _save(run, 0, parts)
-    saved, saved_at = done, time.monotonic()
+            _save(run, 0, parts, method)
+    if done == recipe.epochs:
+        if process.is_first and run.outcome() is None:  # it was stopped between its last checkpoint and its end
+            run.conclude(Outcome(sparsity(parts.model)))
+        return
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     records = train(
         parts.model,
         parts.optimizer,
@@ -171,31 +198,88 @@ def _conduct(
         schedule=recipe.schedule,
         seed=recipe.seed,
         done=done,
-        execution=recipe.execution(device.type),
+        execution=execution,
         process=process,
+        method=method,
     )
+    yield from _saving(records, run, parts, method, done, device, process, save_every, stopping)
+
+
+def _saving(
+    records: Iterator[EpochRecord],
+    run: Run,
+    parts: Parts,
+    method: Method,
+    done: int,
+    device: torch.device,
+    process: Process,
+    save_every: int | None,
+    stopping: Callable[[], bool],
+) -> Iterator[EpochRecord]:
+    """Pass records on, and leave of every epoch in the run what is to be left."""
+    recipe = run.recipe
+    saved, saved_at = done, time.monotonic()
     try:
         for record in records:
-            stops = process.agree(stopping())
+            stops, ends = process.agree(stopping()), record.epoch == recipe.epochs
             due = record.epoch - saved >= save_every if save_every else time.monotonic() - saved_at >= SAVE_SECONDS
             if process.is_first:
                 run.append(record)
-            if process.agree(due) or stops or record.epoch == recipe.epochs or record.epoch in recipe.keep:
+            if ends:
+                method.finish()
+            if process.agree(due) or stops or ends or record.epoch in recipe.keep:
                 if process.is_first:
-                    _save(run, record.epoch, parts)
+                    _save(run, record.epoch, parts, method)
                 saved, saved_at = record.epoch, time.monotonic()
+            if ends and process.is_first:
+                run.conclude(Outcome(sparsity(parts.model), peak_memory_mib=_peak_memory(device)))
             yield record
             if stops:
                 return
     except Divergence as error:
-        knobs = [("--lr", recipe.lr)]
-        if recipe.optimizer == "grda":
-            knobs += [("--c", recipe.c), ("--mu", recipe.mu)]
-        smaller = ", ".join(f"{name} (now {value})" for name, value in knobs)
-        raise Diverged(
-            f"{error}. The last good checkpoint is {run.checkpoints}/epoch-{saved:04d}.pt. "
-            f"Try a smaller {smaller}, or another --seed"
-        ) from error
+        if process.is_first:
+            run.conclude(Outcome(diverged=str(error), peak_memory_mib=_peak_memory(device)))
+        raise Diverged(_advice(run, error, saved)) from error
+
+
+def _go_back(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoint.State] | None) -> int:
+    """Attach the method and put everything back to where a checkpoint left it; return the epochs that are done.
+
+    The method of a run that is at its end is not attached: what is left is a plain model.
+    """
+    if found is not None:
+        _check_unchanged(run, found[1])
+        if found[0] == run.recipe.epochs:
+            parts.model.load_state_dict(found[1]["model"])
+            return found[0]
+    train_set = parts.loaders.train
+    steps = run.recipe.epochs * len(train_set)
+    method.attach(parts.model, parts.optimizer, steps=steps, examples=train_set.examples)
+    if found is None:
+        return 0
+    done, state = found
+    parts.model.load_state_dict(state["training"] if "training" in state else state["model"])
+    restore(parts.optimizer, state["optimizer"])
+    method.load_state_dict(state.get("method", {}))
+    return done
+
+
+def _advice(run: Run, error: Divergence, saved: int) -> str:
+    """Return where a run went wrong, what is left of it and what to try."""
+    recipe = run.recipe
+    knobs = [("--lr", recipe.lr)]
+    if recipe.optimizer == "grda" and not recipe.method:
+        knobs += [("--c", recipe.c), ("--mu", recipe.mu)]
+    smaller = ", ".join(f"{name} (now {value})" for name, value in knobs)
+    return (
+        f"{error}. The last good checkpoint is {run.checkpoints}/epoch-{saved:04d}.pt. "
+        f"Try a smaller {smaller}, or another --seed"
+    )
+
+
+def _peak_memory(device: torch.device) -> float | None:
+    """Return the most MiB that tensors took on a GPU at once; a CPU does not say."""
+    return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
 
 
 @torch.no_grad()
@@ -217,21 +301,38 @@ def _check_fit(recipe: Recipe, parts: Parts) -> None:
 
 def _check_unchanged(run: Run, state: checkpoint.State) -> None:
     """Raise if config.json says other than what the checkpoint was trained with."""
-    trained, told = state["recipe"], json.loads(json.dumps(run.recipe.to_dict()))
-    for key in sorted(set(told) - _FREE_TO_CHANGE):
-        if trained.get(key) != told[key]:
+    # Through Recipe, so that a checkpoint older than a field has its default.
+    trained, told = (_plain(recipe) for recipe in (Recipe.from_dict(state["recipe"]), run.recipe))
+    for key in sorted(set(told) - FREE_TO_CHANGE):
+        if trained[key] != told[key]:
             raise ValueError(
                 f"{run.folder / 'config.json'} says {key}={told[key]!r}, and this run was trained with "
-                f"{trained.get(key)!r}; put that back, or start a new run with `dirprune train`"
+                f"{trained[key]!r}; put that back, or start a new run with `dirprune train`"
             )
 
 
-def _save(run: Run, epoch: int, parts: Parts) -> None:
+def _save(run: Run, epoch: int, parts: Parts, method: Method) -> None:
+    """Write a checkpoint whose ``model`` is the plain network that is evaluated, whatever trains it.
+
+    Where that is not what is trained (a method keeps other tensors in its place), ``training`` holds the latter.
+    """
+    training, weights = parts.model.state_dict(), method.weights()
+    parameters = {name for name, _ in parts.model.named_parameters()}
     state = {
         "epoch": epoch,
-        "recipe": json.loads(json.dumps(run.recipe.to_dict())),
-        "model": parts.model.state_dict(),
+        "recipe": _plain(run.recipe),
+        "model": training,
         "optimizer": parts.optimizer.state_dict(),
+        "method": method.state_dict(),
     }
+    if weights.keys() != parameters:
+        buffers = {name: tensor for name, tensor in training.items() if name not in parameters}
+        state |= {"model": buffers | weights, "training": training}
     checkpoint.save(run.checkpoints, epoch, state)
     checkpoint.prune(run.checkpoints, keep=run.recipe.keep)
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe as JSON gives it back."""
+    values: dict[str, Any] = json.loads(json.dumps(recipe.to_dict()))
+    return values

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from dirprune.lab import baselines
 from dirprune.lab.execution import Execution
 from dirprune.lab.schedules import Schedule
 
@@ -18,13 +19,18 @@ STATISTICS = ("", "cifar", "imagenet")
 FAST = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True)
 
 
+Option = float | str
+"""The value of an option of a method: what JSON keeps as it is."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A training run, but for where it runs and where its files go.
 
     ``published`` lists the (c, μ) of the paper's runs; ``exempt`` is what gRDA keeps dense (`prunable_groups`);
-    ``statistics`` names the normalisation, the data set's own if empty; ``keep`` the epochs whose checkpoints stay;
-    ``cpu`` and ``cuda`` say how steps run there.
+    ``method`` names one of `dirprune.lab.baselines`, "" being the optimizer as it is, and ``options`` what that is made
+    with; ``statistics`` names the normalisation, the data set's own if empty; ``keep`` the epochs whose checkpoints
+    stay; ``cpu`` and ``cuda`` say how steps run there.
     """
 
     name: str
@@ -41,6 +47,8 @@ class Recipe:
     nesterov: bool = False
     weight_decay: float = 0.0
     exempt: tuple[str, ...] = ()
+    method: str = ""
+    options: tuple[tuple[str, Option], ...] = ()
     schedule: Schedule = field(default_factory=Schedule)
     statistics: str = ""
     augment: bool = True
@@ -52,8 +60,11 @@ class Recipe:
     cuda: Execution = FAST
 
     def __post_init__(self) -> None:
+        meant_for = baselines.get(self.method).trains_with if self.method else self.optimizer
         checks = [
             (self.optimizer in OPTIMIZERS, "optimizer", f"take one of {', '.join(OPTIMIZERS)}"),
+            (self.optimizer == meant_for, "optimizer", f"{self.method} trains with {meant_for}"),
+            (bool(self.method) or not self.options, "options", "name the method that takes them"),
             (self.epochs >= 1, "epochs", "train for at least one epoch"),
             (self.batch_size >= 1, "batch_size", "a batch needs at least one example"),
             (0 < self.lr < float("inf"), "lr", "give a positive number, e.g. 0.1"),
@@ -75,12 +86,23 @@ class Recipe:
         """Return how steps run on this kind of device."""
         return self.cuda if device_type == "cuda" else self.cpu
 
+    @property
+    def setting(self) -> str:
+        """How the run is pruned, in a few words.
+
+        >>> get("digits").setting, replace(get("digits"), method="rda", options=(("lam", 1e-3),)).setting
+        ('gRDA c=0.016 μ=0.7', 'rda lam=0.001')
+        """
+        if self.method:
+            return " ".join([self.method, *(f"{name}={value}" for name, value in self.options)])
+        return "SGD" if self.optimizer == "sgd" else f"gRDA c={self.c} μ={self.mu}"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Recipe:
-        """Return the recipe that `to_dict`, and JSON after it, gave these values."""
+        """Return the recipe that `to_dict`, and JSON after it, gave these values; what older ones lack is as it was."""
         known = {f.name for f in fields(Recipe)}
         if unknown := sorted(set(values) - known):
             raise ValueError(
@@ -90,6 +112,7 @@ class Recipe:
         made["schedule"] = Schedule(**{**values["schedule"], "after": tuple(values["schedule"]["after"])})
         made["cpu"], made["cuda"] = Execution(**values["cpu"]), Execution(**values["cuda"])
         made["exempt"], made["keep"] = tuple(values["exempt"]), tuple(values["keep"])
+        made["options"] = tuple((name, value) for name, value in values.get("options", ()))
         made["published"] = tuple((c, mu) for c, mu in values["published"])
         return Recipe(**made)
 
@@ -216,6 +239,78 @@ def resnet50_imagenet_every30() -> Recipe:
             *((2e-3, 0.75), (3e-3, 0.7), (3e-3, 0.75), (4e-3, 0.65), (4e-3, 0.7), (4e-3, 0.75)),
             *((5e-3, 0.65), (5e-3, 0.7), (5e-3, 0.75), (5e-3, 0.8), (5e-3, 0.85)),
         ),
+    )
+
+
+@recipe
+def resnet18_cifar10() -> Recipe:
+    return Recipe(
+        name="resnet18-cifar10",
+        about="ResNet-18 on CIFAR-10 the modern way: momentum, weight decay, cosine (60 epochs)",
+        data="cifar10",
+        model="resnet18",
+        epochs=60,
+        c=8e-5,
+        mu=0.8,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=5e-4,
+        exempt=("bias", "norm"),
+        schedule=Schedule("cosine", warmup=1),
+        statistics="cifar",
+    )
+
+
+@recipe
+def wrn28x10_cifar10_modern() -> Recipe:
+    return replace(
+        resnet18_cifar10(),
+        name="wrn28x10-cifar10-modern",
+        about="WRN28x10 on CIFAR-10 the modern way (200 epochs, full length)",
+        model="wrn28x10",
+        epochs=200,
+    )
+
+
+@recipe
+def vgg16_cifar10_modern() -> Recipe:
+    return replace(
+        resnet18_cifar10(),
+        name="vgg16-cifar10-modern",
+        about="VGG16 on CIFAR-10 the modern way, at a rate that a network without BatchNorm bears (60 epochs)",
+        model="vgg16",
+        lr=0.03,
+        c=1.2e-4,
+    )
+
+
+@recipe
+def resnet18_cifar100() -> Recipe:
+    return replace(
+        resnet18_cifar10(),
+        name="resnet18-cifar100",
+        about="ResNet-18 on CIFAR-100 the modern way (60 epochs)",
+        data="cifar100",
+    )
+
+
+@recipe
+def wrn28x10_cifar100_modern() -> Recipe:
+    return replace(
+        wrn28x10_cifar10_modern(),
+        name="wrn28x10-cifar100-modern",
+        about="WRN28x10 on CIFAR-100 the modern way (200 epochs, full length)",
+        data="cifar100",
+    )
+
+
+@recipe
+def vgg16_cifar100_modern() -> Recipe:
+    return replace(
+        vgg16_cifar10_modern(),
+        name="vgg16-cifar100-modern",
+        about="VGG16 on CIFAR-100 the modern way (60 epochs)",
+        data="cifar100",
     )
 
 

@@ -21,7 +21,7 @@ from dirprune.lab.schedules import Schedule
 from dirprune.lab.train import EpochRecord
 
 _NAMELESS = {"seed", "about", "keep", "published"}  # they do not change what a setting is
-_TOLD = {"name", "optimizer", "c", "mu"}  # every description tells them anyway
+_TOLD = {"name", "optimizer", "c", "mu", "method", "options"}  # every description tells them anyway
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Group:
     @property
     def row(self) -> Row:
         recipe = self.runs[0].recipe
-        thresholds = recipe.optimizer == "grda"
+        thresholds = recipe.optimizer == "grda" and not recipe.method
         started = [(run, records) for run, records in zip(self.runs, self.records, strict=True) if records]
         row = Row(
             recipe=recipe.name,
@@ -245,7 +245,7 @@ def settings(recipes: Sequence[Recipe]) -> list[str]:
     if len(names) > 1:  # the name tells them apart already
         told = {name: iter(settings([r for r in recipes if r.name == name])) for name in names}
         return [next(told[recipe.name]) for recipe in recipes]
-    texts = ["SGD" if r.optimizer == "sgd" else f"gRDA c={r.c} μ={r.mu}" for r in recipes]
+    texts = [recipe.setting for recipe in recipes]
 
     def told_apart() -> int:
         return len(set(texts))

@@ -3,6 +3,7 @@
 config.json         the recipe, every value of it
 environment.json    versions, hardware, commit and command of each session that trained here
 metrics.jsonl       one epoch a line
+outcome.json        how it ended: the zeros of every layer, the memory it took, or why it stopped for good
 checkpoints/        see `dirprune.lab.checkpoint`
 figures/            what `dirprune report` draws
 """
@@ -28,10 +29,12 @@ from typing import Any
 import torch
 
 import dirprune
+from dirprune import SparsityReport
 from dirprune.lab import checkpoint
 from dirprune.lab.files import write_json, write_text
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.train import EpochRecord
+from dirprune.zeros import LayerSparsity
 
 
 class RunInUse(RuntimeError):
@@ -40,6 +43,33 @@ class RunInUse(RuntimeError):
 
 class RunExists(FileExistsError):
     """A run is never overwritten."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    ``zeros`` counts those of every parameter, and is None for a run that went wrong; ``diverged`` says how it did;
+    ``peak_memory_mib`` is what tensors took on a GPU in the last session, None where that is not known.
+    """
+
+    zeros: SparsityReport | None = None
+    diverged: str = ""
+    peak_memory_mib: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        layers = self.zeros.layers if self.zeros else ()
+        return {
+            "diverged": self.diverged,
+            "peak_memory_mib": self.peak_memory_mib,
+            "layers": [{"name": layer.name, "shape": list(layer.shape), "zeros": layer.zeros} for layer in layers],
+        }
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Outcome:
+        """Return the outcome that `to_dict` gave these values; of channels that are wholly zero they say nothing."""
+        layers = tuple(LayerSparsity(each["name"], tuple(each["shape"]), each["zeros"]) for each in values["layers"])
+        return Outcome(SparsityReport(layers) if layers else None, values["diverged"], values["peak_memory_mib"])
 
 
 @dataclass(frozen=True)
@@ -92,17 +122,31 @@ class Run:
 
     def discard(self) -> None:
         """Remove what `create` and a session without an epoch made, and the folder if nothing else is in it."""
-        for name in ("config.json", "environment.json", "metrics.jsonl", ".lock"):
+        for name in ("config.json", "environment.json", "metrics.jsonl", "outcome.json", ".lock"):
             (self.folder / name).unlink(missing_ok=True)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
         with suppress(OSError):
             self.folder.rmdir()
 
     def rewind(self, epoch: int) -> None:
-        """Forget the records after ``epoch``: training goes on from there and writes them again."""
+        """Forget the records after ``epoch``, and the outcome: training goes on from there and writes them again."""
         kept = [record for record in self.records() if record.epoch <= epoch]
         text = "".join(json.dumps(record.to_dict()) + "\n" for record in kept)
         write_text(self.folder / "metrics.jsonl", text)
+        if epoch < self.recipe.epochs:
+            (self.folder / "outcome.json").unlink(missing_ok=True)
+
+    def outcome(self) -> Outcome | None:
+        """Return how the run ended, None while it has not."""
+        path = self.folder / "outcome.json"
+        try:
+            return Outcome.from_dict(json.loads(path.read_text())) if path.exists() else None
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} cannot be read as an outcome: {error}") from error
+
+    def conclude(self, outcome: Outcome) -> None:
+        """Note how the run ended."""
+        write_json(self.folder / "outcome.json", outcome.to_dict())
 
     def sessions(self) -> list[dict[str, Any]]:
         """Return what each session that trained here ran on, and under which command."""
@@ -137,7 +181,10 @@ def create(folder: Path, recipe: Recipe) -> Run:
 
 def default_name(recipe: Recipe) -> str:
     """Return a folder name that tells a run from its siblings, e.g. vgg16-cifar10-grda-c0.0005-mu0.6-s0."""
-    setting = f"grda-c{recipe.c:g}-mu{recipe.mu:g}" if recipe.optimizer == "grda" else recipe.optimizer
+    if recipe.method:
+        setting = "-".join([recipe.method, *(f"{name}{value}" for name, value in recipe.options)])
+    else:
+        setting = f"grda-c{recipe.c:g}-mu{recipe.mu:g}" if recipe.optimizer == "grda" else recipe.optimizer
     return f"{recipe.name}-{setting}-s{recipe.seed}"
 
 

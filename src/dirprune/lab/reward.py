@@ -1,0 +1,70 @@
+"""What a method that searches (AMC) is rewarded by: the loss on data that no step is taken on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+
+from torch import nn
+
+from dirprune.lab.data import Loaders
+from dirprune.lab.execution import Execution
+from dirprune.lab.loader import Batch, Loader
+from dirprune.lab.processes import Process
+from dirprune.lab.train import evaluate
+
+EXAMPLES = 2000
+"""Training images that a network is rewarded on where none are held out."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A few batches as a Loader: every pass is the same."""
+
+    batches: tuple[Batch, ...]
+    examples: int
+    batch_size: int
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        return iter(self)
+
+
+class Reward:
+    """Minus the mean loss of a model, in eval mode.
+
+    It is measured on the held-out data. Where there are none, as in a comparison in which all methods train on the same
+    images, it is measured on the first `EXAMPLES` images of epoch 0, which is never trained on: those images the
+    network knows, but not as they are cropped and mirrored there. The test set plays no part.
+
+    >>> from dirprune.lab import data, models
+    >>> reward = Reward(data.load("digits", batch_size=100, seed=0))
+    >>> reward(models.build("small", 10)) < 0
+    True
+    """
+
+    def __init__(self, loaders: Loaders, execution: Execution | None = None, process: Process | None = None) -> None:
+        self.loaders = loaders
+        self.execution = execution
+        self.process = process
+
+    def __call__(self, model: nn.Module) -> float:
+        return -evaluate(model, self.images, execution=self.execution, process=self.process).loss
+
+    @cached_property
+    def images(self) -> Loader:
+        """What the reward is measured on; made when it is first asked for."""
+        if self.loaders.validation is not None:
+            return self.loaders.validation
+        train = self.loaders.train
+        count = max(1, EXAMPLES // train.batch_size)
+        return Sample(
+            tuple(islice(train.epoch(0), count)), min(count * train.batch_size, train.examples), train.batch_size
+        )
