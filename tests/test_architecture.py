@@ -22,7 +22,7 @@ LIBRARY = {
 }
 # The floors of the lab, upper first: a module imports from lower floors or from its own.
 LAB_FLOORS = [
-    {"cli", "cli_research"},
+    {"cli", "cli_research", "cli_compare"},
     {
         "follow",
         "tune",
@@ -34,15 +34,20 @@ LAB_FLOORS = [
         "theory_report",
         "reproduction_page",
         "direction_plots",
+        "compare",
+        "comparison",
+        "ranking",
+        "trials",
     },
-    {"connectivity_files", "connectivity_plots", "theory_plots", "reproduction_plots", "reproduce"},
+    {"connectivity_files", "connectivity_plots", "comparison_plots", "theory_plots", "reproduction_plots", "reproduce"},
     {"spectrum"},
     {"experiment"},
     {"recipes", "runs", "plots", "ledger", "published"},
+    {"reward"},
     {"train", "checkpoint", "baselines", "execution", "processes", "schedules"},
     {"data", "models", "download"},
     {"imagefolder", "resident", "cifar"},
-    {"loader", "tables", "console", "files"},
+    {"loader", "tables", "console", "files", "tradeoff"},
 ]
 EVERYWHERE = {"torch", "triton"}
 

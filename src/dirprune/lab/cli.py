@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dirprune import __version__
-from dirprune.lab import cli_research
+from dirprune.lab import cli_compare, cli_research
 from dirprune.lab.console import clear_errors, emit, integers, is_terminal, say, show
 
 if TYPE_CHECKING:
@@ -333,6 +333,7 @@ def bench(
 
 
 app.add_typer(cli_research.app)
+app.add_typer(cli_compare.app)
 
 
 def _changed(recipe: Recipe, **changes: Any) -> Recipe:

@@ -1,0 +1,180 @@
+"""The command that compares pruning methods."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dirprune.lab.console import INTERRUPTED, Interruption, bar, clear_errors, emit, is_terminal, say, show
+
+if TYPE_CHECKING:
+    from dirprune.lab.trials import Trial
+
+app = typer.Typer()
+
+
+@app.command()
+def compare(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`; not needed with --no-train or --published."),
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="e.g. grda,rigl,magnitude-global.", show_default="all eight, without variants")
+    ] = None,
+    sparsity: Annotated[
+        str, typer.Option(help="At which to compare, and for methods that need one preset.")
+    ] = "0.8,0.9,0.95",
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(help="Values of a method's knob, e.g. grda:c=8e-5,2e-4; repeatable.", show_default="by recipe"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of every setting.")] = 1,
+    epochs: Annotated[int | None, typer.Option(help="Of every run.", show_default="the recipe's")] = None,
+    lr: Annotated[float | None, typer.Option(help="Base learning rate.", show_default="the recipe's")] = None,
+    model: Annotated[str | None, typer.Option(help="Another network, or your own as package.module:name.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Save and stop after so long.", show_default="when all is done")
+    ] = None,
+    train: Annotated[
+        bool, typer.Option("--train/--no-train", help="Without: table and figures of the runs that are there.")
+    ] = True,
+    published: Annotated[
+        str | None, typer.Option(help="Draw published numbers instead: resnet50-imagenet.", show_default="none")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder; the same command goes on with it.")] = Path("comparison"),
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="Folder of the data sets.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest there is.")] = "auto",
+) -> None:
+    """Train pruning methods under one recipe and one budget, and rank them at equal sparsity."""
+    with clear_errors():
+        if published is not None:
+            _draw_published(published, out)
+            return
+        asked = _fractions("--sparsity", sparsity)
+        if train:
+            from dirprune.lab import trials
+
+            if recipe is None:
+                raise ValueError("RECIPE is missing; take one of `dirprune recipes`, or give --no-train or --published")
+            names = methods.split(",") if methods else list(trials.DEFAULT)
+            changes = {"epochs": epochs, "lr": lr, "model": model}
+            planned = _plan(recipe, changes, data, names, asked, seeds, sweep or [])
+            _train(planned, out, device, data, minutes)
+        _conclude(out, asked)
+
+
+def _plan(
+    recipe: str,
+    changes: dict[str, Any],
+    root: Path | None,
+    methods: Sequence[str],
+    sparsities: Sequence[float],
+    seeds: int,
+    sweeps: Sequence[str],
+) -> list[Trial]:
+    """Return the trials; the data are looked at for their number, which default sweeps depend on."""
+    from dirprune.lab import data as sets
+    from dirprune.lab import recipes, trials
+
+    chosen = replace(recipes.get(recipe), **{name: value for name, value in changes.items() if value is not None})
+    given = trials.read_sweeps(sweeps)
+    batches = len(sets.load(chosen.data, batch_size=chosen.batch_size, seed=0, root=root).train)
+    return trials.plan(chosen, methods=methods, sparsities=sparsities, seeds=seeds, sweeps=given, batches=batches)
+
+
+def _train(trials: Sequence[Trial], out: Path, device: str, root: Path | None, minutes: float | None) -> None:
+    """Train before the user's eyes, to the end, to Ctrl-C or to the end of the time."""
+    from dirprune.lab.compare import compare
+    from dirprune.lab.follow import device_of
+
+    interruption, ended = Interruption(), 0
+    message = "Stopping after this epoch; press Ctrl-C again to stop at once."
+    stopping = _deadline(interruption, minutes)
+    with interruption.listening(message), bar("", total=trials[0].recipe.epochs, unit="epochs") as advance:
+        steps = compare(trials, out, device=device_of(device), root=root, stopping=stopping)
+        number = epoch = 0
+        with suppress(KeyboardInterrupt):  # the second one
+            for step in steps:
+                if step.number != number:
+                    number, epoch = step.number, 0
+                    trial = step.trial
+                    words = [trial.contestant.name, trial.setting, f"seed {trial.recipe.seed}"]
+                    advance(0, restart=f"[{number}/{len(trials)}] {' '.join(filter(None, words))}")
+                advance(step.epoch - epoch, note=step.note)
+                epoch = step.epoch
+                ended += step.row is not None
+                if step.row is not None and not is_terminal():
+                    emit(_finite(asdict(step.row)))
+    if ended < len(trials):
+        say(f"Stopped with {ended} of {len(trials)} runs at their end; the same command goes on.")
+    if interruption.asked:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _conclude(out: Path, sparsities: Sequence[float]) -> None:
+    """Show the ranking of what has ended so far, and write tables and figures."""
+    from dirprune.lab import comparison
+
+    found = comparison.read(out)
+    if not found:
+        say(f"No run in {out / 'runs'} has ended yet.")
+        return
+    rows = comparison.ranking(found, sparsities)
+    if is_terminal():
+        show("Methods at equal sparsity of the weights", comparison.COLUMNS, [row.cells() for row in rows], left=3)
+    else:
+        for row in rows:
+            emit(_finite(asdict(row)))
+    for line in comparison.notes(found):
+        say(line)
+    for path in comparison.write(found, out, sparsities):
+        say(f"written: {path}")
+
+
+def _draw_published(name: str, out: Path) -> None:
+    from dirprune.lab import comparison_plots
+    from dirprune.lab.published import comparison
+
+    if name != "resnet50-imagenet":
+        raise ValueError(f"--published {name!r} is not known; there is resnet50-imagenet")
+    title = "ResNet50 on ImageNet, published"
+    for path in (
+        comparison_plots.draw_tradeoff(out / "tradeoff.png", comparison.tradeoff_curves(), title=title),
+        comparison_plots.draw_layerwise(out / "layers.png", comparison.layerwise(), title=title),
+    ):
+        say(f"written: {path}")
+
+
+def _deadline(interruption: Interruption, minutes: float | None) -> Callable[[], bool]:
+    """Return what says when to stop: Ctrl-C, or the end of the time."""
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    return lambda: interruption() or time.monotonic() >= end
+
+
+def _fractions(option: str, text: str) -> list[float]:
+    """Read an option like 0.8,0.9."""
+    try:
+        values = [float(word) for word in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 < value < 1 for value in values):
+        raise ValueError(
+            f"{option} {text!r} is not a list of sparsities; write fractions between 0 and 1, e.g. 0.8,0.9"
+        )
+    return values
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with None for numbers that JSON has no name for."""
+    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in values.items()}

@@ -1,0 +1,246 @@
+"""Tables and figures of a comparison, made from the runs in its folder.
+
+comparison.csv      one row a run
+layers.csv          one row a layer of a run
+ranking.csv         the methods at every sparsity that was asked for
+tradeoff.png        accuracy against sparsity
+layers-0.9.png      the sparsity of every layer, of each method's run nearest to a sparsity
+
+Of a run only config.json, environment.json, metrics.jsonl and outcome.json are read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dirprune.lab import comparison_plots, runs
+from dirprune.lab.comparison_plots import Curve, LayerBar, layer_bars
+from dirprune.lab.ranking import Point, rank
+from dirprune.lab.report import Spread, duration
+from dirprune.lab.runs import Outcome, Run
+from dirprune.lab.tables import write_rows
+from dirprune.lab.trials import CONTESTANTS, Trial
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run that ended; ``sparsity`` is that of the weights, which can be pruned. What is not known is nan.
+
+    Of a run that diverged, which ``diverged`` tells, the numbers are those of its last good epoch.
+    """
+
+    run: str
+    method: str
+    knob: str
+    value: float
+    seed: int
+    sparsity: float
+    overall_sparsity: float
+    test_accuracy: float
+    test_loss: float
+    seconds: float
+    peak_memory_mib: float
+    epochs: int
+    diverged: str
+    commit: str
+    device: str
+
+    @staticmethod
+    def of(run: Run, outcome: Outcome) -> Row:
+        """Read the row of a run that ended so."""
+        trial, records, sessions = Trial.of(run.recipe), run.records(), run.sessions()
+        last = records[-1] if records else None
+        return Row(
+            run=run.folder.name,
+            method=trial.contestant.name,
+            knob=trial.contestant.knob or "",
+            value=_number(trial.value),
+            seed=run.recipe.seed,
+            sparsity=last.weight_sparsity if last else math.nan,
+            overall_sparsity=last.sparsity if last else math.nan,
+            test_accuracy=last.test_accuracy if last else math.nan,
+            test_loss=last.test_loss if last else math.nan,
+            seconds=sum(record.train_seconds + record.test_seconds for record in records),
+            peak_memory_mib=_number(outcome.peak_memory_mib),
+            epochs=len(records),
+            diverged=outcome.diverged,
+            commit="; ".join(dict.fromkeys(session["commit"] for session in sessions)),
+            device="; ".join(dict.fromkeys(session["device"] for session in sessions)),
+        )
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A layer of a run that came to its end."""
+
+    run: str
+    method: str
+    value: float
+    seed: int
+    layer: str
+    kind: str
+    sparsity: float
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """A method at an asked sparsity, over its seeds; see `dirprune.lab.ranking.Standing`.
+
+    Costs are means over all its runs. Dense training stands at sparsity 0, before all others, with rank 0.
+    """
+
+    asked_sparsity: float
+    rank: int
+    method: str
+    sparsity: float
+    test_accuracy: float
+    test_accuracy_std: float
+    seeds: int
+    source: str
+    seconds: float
+    peak_memory_mib: float
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text, by `COLUMNS`."""
+        asked = f"{100 * self.asked_sparsity:g}"
+        spread = Spread(self.test_accuracy, None if math.isnan(self.test_accuracy_std) else self.test_accuracy_std)
+        return (
+            asked if self.rank or not self.asked_sparsity else f"{asked} (at {100 * self.sparsity:.1f})",
+            str(self.rank or "–"),
+            self.method,
+            spread.text(2),
+            str(self.seeds),
+            self.source,
+            duration(self.seconds),
+            "–" if math.isnan(self.peak_memory_mib) else f"{self.peak_memory_mib:.0f}",
+        )
+
+
+COLUMNS = ("sparsity (%)", "rank", "method", "test accuracy (%)", "seeds", "from", "a run took", "memory (MiB)")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A trial that ended, with the sparsity of its layers; none if it diverged."""
+
+    trial: Trial
+    row: Row
+    layers: tuple[LayerBar, ...]
+
+    @property
+    def title(self) -> str:
+        return self.trial.contestant.title
+
+
+def read(out: Path) -> list[Ended]:
+    """Return the trials in a folder that have ended, by method (ours first), knob and seed."""
+    found = []
+    for config in (out / "runs").glob("*/config.json"):
+        run = runs.load(config.parent)
+        if (outcome := run.outcome()) is not None:
+            trial = Trial.of(run.recipe)
+            bars = layer_bars(trial.contestant.title, outcome.zeros) if outcome.zeros else []
+            found.append(Ended(trial, Row.of(run, outcome), tuple(bars)))
+    order = {name: place for place, name in enumerate(CONTESTANTS)}
+
+    def place(each: Ended) -> tuple[int, str, float, int]:
+        return order.get(each.row.method, len(order)), each.row.method, each.trial.value or 0.0, each.row.seed
+
+    return sorted(found, key=place)
+
+
+def write(found: Sequence[Ended], out: Path, sparsities: Sequence[float]) -> list[Path]:
+    """Write the tables and figures of a comparison, and return their paths."""
+    layers = [
+        LayerRow(each.row.run, each.row.method, each.row.value, each.row.seed, bar.layer, bar.kind, bar.sparsity)
+        for each in found
+        for bar in each.layers
+    ]
+    write_rows(out / "comparison.csv", Row, [each.row for each in found])
+    write_rows(out / "layers.csv", LayerRow, layers)
+    write_rows(out / "ranking.csv", RankRow, ranking(found, sparsities))
+    paths = [out / "comparison.csv", out / "layers.csv", out / "ranking.csv"]
+    if drawn := curves(found):
+        paths.append(comparison_plots.draw_tradeoff(out / "tradeoff.png", drawn))
+    for sparsity in sparsities:
+        if bars := nearest_layers(found, sparsity):
+            path = out / f"layers-{sparsity:g}.png"
+            paths.append(comparison_plots.draw_layerwise(path, bars, title=f"runs nearest to {sparsity:.1%}"))
+    return paths
+
+
+def ranking(found: Iterable[Ended], sparsities: Iterable[float]) -> list[RankRow]:
+    """Return the methods ranked at every sparsity, after dense training; runs that diverged do not count."""
+    whole = [each for each in found if not each.row.diverged]
+    dense = [each.row for each in whole if each.trial.value is None]
+    rows = []
+    if dense:
+        accuracy = Spread.of([row.test_accuracy for row in dense])
+        rows.append(RankRow(0.0, 0, "sgd", 0.0, *_both(accuracy), len(dense), "", *_costs(dense)))
+    points = [
+        Point(each.row.method, each.trial.setting, each.row.seed, each.row.sparsity, each.row.test_accuracy)
+        for each in whole
+        if each.trial.value is not None
+    ]
+    for place in rank(points, sparsities):
+        costs = _costs([each.row for each in whole if each.row.method == place.method])
+        numbers = (place.sparsity, *_both(place.accuracy), place.seeds, place.source, *costs)
+        rows.append(RankRow(place.asked, place.rank, place.method, *numbers))
+    return rows
+
+
+def curves(found: Iterable[Ended]) -> list[Curve]:
+    """Return accuracy against sparsity, a curve a method: means over the seeds of each setting, and their stds."""
+    by_method: dict[str, dict[str, list[Row]]] = {}
+    for each in found:
+        if not each.row.diverged:
+            by_method.setdefault(each.title, {}).setdefault(each.trial.setting, []).append(each.row)
+    made = []
+    for title, settings in by_method.items():
+        accuracies = [_both(Spread.of([row.test_accuracy for row in rows])) for rows in settings.values()]
+        is_dense = "" in settings
+        zeros = [0.0 if is_dense else Spread.of([row.sparsity for row in rows]).mean for rows in settings.values()]
+        made.append(Curve(title, zeros, [mean for mean, _ in accuracies], [std for _, std in accuracies], is_dense))
+    return made
+
+
+def nearest_layers(found: Iterable[Ended], sparsity: float) -> list[LayerBar]:
+    """Return the layers of each method's run nearest to a sparsity, under the method's name with the run's own one."""
+    nearest: dict[str, Ended] = {}
+    for each in sorted(found, key=lambda each: each.row.seed):
+        if each.trial.value is not None and each.layers:
+            best = nearest.setdefault(each.title, each)
+            if abs(each.row.sparsity - sparsity) < abs(best.row.sparsity - sparsity):
+                nearest[each.title] = each
+    return [
+        LayerBar(f"{each.title}, {each.row.sparsity:.1%}", bar.layer, bar.kind, bar.sparsity)
+        for each in nearest.values()
+        for bar in each.layers
+    ]
+
+
+def notes(found: Sequence[Ended]) -> list[str]:
+    """Return what a reader of the table has to know besides: the budget of every method, and what went wrong."""
+    epochs = found[0].trial.recipe.epochs
+    costs = {each.row.method: each.trial.contestant.cost for each in found}
+    return [
+        f"Every run had {epochs} epochs of the same minibatches, from the same weights for the same seed. Beside them:",
+        *(f"  {name}: {cost}" for name, cost in costs.items()),
+        *(f"{each.row.run} diverged: {each.row.diverged}" for each in found if each.row.diverged),
+    ]
+
+
+def _both(spread: Spread) -> tuple[float, float]:
+    return spread.mean, _number(spread.std)
+
+
+def _costs(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return the mean time and memory of runs."""
+    return Spread.of([row.seconds for row in rows]).mean, Spread.of([row.peak_memory_mib for row in rows]).mean
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

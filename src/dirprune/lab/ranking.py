@@ -1,0 +1,118 @@
+"""Methods ranked at equal sparsity.
+
+A method that was not run at a sparsity s is compared there by its two nearest runs around it, linearly in log(1 − s):
+halving what is left is one step, wherever it happens. Nothing is said beyond a method's runs: there the nearest one is
+shown, unranked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from dirprune.lab.report import Spread
+
+EXACT = 5e-4
+"""A run this near to a sparsity is at it."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A finished run: whose, at which setting of its knob and seed, and what it gave; accuracy in percent."""
+
+    method: str
+    setting: str
+    seed: int
+    sparsity: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A method's accuracy at a sparsity, by the runs of one seed; ``is_there`` unless only the nearest run is told."""
+
+    sparsity: float
+    accuracy: float
+    source: str
+    is_there: bool
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A method at an asked sparsity, over its seeds; rank 0 is that of a method without runs around it.
+
+    ``sparsity`` is where the accuracy was read: the asked one, or that of the nearest runs.
+    """
+
+    asked: float
+    rank: int
+    method: str
+    sparsity: float
+    accuracy: Spread
+    seeds: int
+    source: str
+
+
+def read_at(points: Sequence[Point], sparsity: float) -> Reading:
+    """Return a method's accuracy at a sparsity, from its runs of one seed.
+
+    >>> points = [Point("grda", "c=1", 0, 0.9, 94.0), Point("grda", "c=2", 0, 0.975, 92.0)]
+    >>> reading = read_at(points, 0.95)  # what is left is halved, then halved again
+    >>> round(reading.accuracy, 9), reading.source
+    (93.0, 'c=1 (90.0%) – c=2 (97.5%)')
+    >>> read_at(points, 0.99).is_there
+    False
+    """
+    nearest = min(points, key=lambda point: abs(_left(point.sparsity) - _left(sparsity)))
+    if abs(nearest.sparsity - sparsity) <= EXACT:
+        return Reading(sparsity, nearest.accuracy, nearest.setting, is_there=True)
+    below = max((p for p in points if p.sparsity < sparsity), key=lambda p: p.sparsity, default=None)
+    above = min((p for p in points if p.sparsity > sparsity), key=lambda p: p.sparsity, default=None)
+    if below is None or above is None:
+        return Reading(nearest.sparsity, nearest.accuracy, f"nearest run: {_name(nearest)}", is_there=False)
+    way = (_left(sparsity) - _left(below.sparsity)) / (_left(above.sparsity) - _left(below.sparsity))
+    accuracy = below.accuracy + way * (above.accuracy - below.accuracy)
+    return Reading(sparsity, accuracy, f"{_name(below)} – {_name(above)}", is_there=True)
+
+
+def rank(points: Iterable[Point], sparsities: Iterable[float]) -> list[Standing]:
+    """Return for every sparsity the methods, the most accurate first; then those that have no runs around it."""
+    by_method: dict[str, dict[int, list[Point]]] = {}
+    for point in points:
+        by_method.setdefault(point.method, {}).setdefault(point.seed, []).append(point)
+    standings: list[Standing] = []
+    for asked in sparsities:
+        unranked = [_stand(asked, method, seeds) for method, seeds in by_method.items()]
+        ordered = sorted(unranked, key=lambda each: (not each.rank, -each.accuracy.mean))
+        standings += [_with_rank(each, place) for place, each in enumerate(ordered, start=1)]
+    return standings
+
+
+def _stand(asked: float, method: str, seeds: dict[int, list[Point]]) -> Standing:
+    """Return a method's standing over the seeds that have runs around the sparsity, its rank 1; 0 if none has."""
+    every = [read_at(points, asked) for _, points in sorted(seeds.items())]
+    there = [reading for reading in every if reading.is_there]
+    readings = there or every
+    return Standing(
+        asked=asked,
+        rank=int(bool(there)),
+        method=method,
+        sparsity=Spread.of([reading.sparsity for reading in readings]).mean,
+        accuracy=Spread.of([reading.accuracy for reading in readings]),
+        seeds=len(readings),
+        source=readings[0].source,
+    )
+
+
+def _with_rank(standing: Standing, place: int) -> Standing:
+    return replace(standing, rank=place) if standing.rank else standing
+
+
+def _left(sparsity: float) -> float:
+    """Return the logarithm of what is left; of a network that lost everything, that of less than one weight."""
+    return math.log(max(1 - sparsity, 1e-12))
+
+
+def _name(point: Point) -> str:
+    return f"{point.setting} ({point.sparsity:.1%})"

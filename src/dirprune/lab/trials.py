@@ -1,0 +1,244 @@
+"""Who takes part in a comparison, and the runs it consists of.
+
+All runs of a comparison share data, order of the data, initial weights (by seed), schedule and epochs. A method with a
+preset sparsity is run at the sparsities that are asked for; one without is run at several values of its own knob.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dirprune.lab import baselines
+from dirprune.lab.experiment import make_method
+from dirprune.lab.recipes import Option, Recipe
+
+FACTORS = (0.5, 1.0, 2.0, 4.0)
+"""What a strength is swept over, times one that prunes moderately."""
+
+PULL = 1.4
+"""Of STR's decay; with less, thresholds stay below the weights, with much more the loss alone decides."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A method as it enters a comparison.
+
+    ``name`` is what users type, ``title`` what figures show, ``options`` what its method is made with besides its knob,
+    and ``cost`` what it takes beside the epochs that all have.
+    """
+
+    name: str
+    title: str
+    method: str
+    cost: str
+    options: tuple[tuple[str, Option], ...] = ()
+
+    @property
+    def knob(self) -> str | None:
+        return baselines.get(self.method).knob
+
+    @property
+    def is_preset(self) -> bool:
+        return self.knob == "sparsity"
+
+    def enter(self, recipe: Recipe, value: float | None) -> Recipe:
+        """Return the recipe with this method, its knob at ``value``."""
+        optimizer = baselines.get(self.method).trains_with
+        plain = replace(recipe, optimizer=optimizer, method="", options=())
+        if value is None or self.knob is None:
+            return plain
+        if self.method == "grda":
+            return replace(plain, c=value)
+        return replace(plain, method=self.method, options=((self.knob, value), *self.options))
+
+
+_CONTESTANTS = (
+    Contestant("grda", "gRDA", "grda", "one more vector of weights, the accumulator"),
+    Contestant("sgd", "SGD (dense)", "sgd", "nothing: it prunes nothing"),
+    Contestant("rda", "RDA (ℓ₁)", "rda", "one more vector of weights, the accumulator"),
+    Contestant("magnitude", "magnitude", "magnitude", "a sort of each layer's weights every 100 steps"),
+    Contestant(
+        "magnitude-global",
+        "magnitude, global",
+        "magnitude",
+        "a sort of all weights every 100 steps",
+        options=(("allocation", "global"),),
+    ),
+    Contestant(
+        "magnitude-one-shot",
+        "magnitude, one-shot",
+        "magnitude",
+        "nothing: dense for the first half of the epochs, pruned at once, fine-tuned for the second half",
+        options=(("allocation", "global"), ("start", 0.5), ("end", 0.5)),
+    ),
+    Contestant(
+        "variational-dropout",
+        "variational dropout",
+        "variational-dropout",
+        "twice the parameters, and a second product in every layer",
+    ),
+    Contestant("rigl", "RigL", "rigl", "two sorts of each layer every 100 steps"),
+    Contestant(
+        "amc",
+        "AMC",
+        "amc",
+        "100 evaluations and an agent in the middle: dense for the first half of the epochs, searched, fine-tuned for "
+        "the second half",
+    ),
+    Contestant("str", "STR", "str", "one more parameter a layer, and a threshold in every forward pass"),
+)
+CONTESTANTS: Mapping[str, Contestant] = {each.name: each for each in _CONTESTANTS}
+DEFAULT = tuple(baselines.METHODS)
+
+
+def contestant(name: str) -> Contestant:
+    """Return the contestant called ``name``, or say which there are."""
+    if name in CONTESTANTS:
+        return CONTESTANTS[name]
+    nearest = difflib.get_close_matches(name, CONTESTANTS, n=1, cutoff=0.4)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"there is no method {name!r} to compare.{hint} Known: {', '.join(CONTESTANTS)}")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a comparison; ``value`` is that of the contestant's knob, None for dense training."""
+
+    contestant: Contestant
+    value: float | None
+    recipe: Recipe
+
+    @property
+    def setting(self) -> str:
+        """The knob and its value: "c=8e-05", "" for dense training."""
+        return "" if self.value is None else f"{self.contestant.knob}={self.value:g}"
+
+    @property
+    def name(self) -> str:
+        """What its folder is called: "grda-c8e-05-s0"."""
+        return "-".join(filter(None, [self.contestant.name, self.setting.replace("=", ""), f"s{self.recipe.seed}"]))
+
+    @staticmethod
+    def of(recipe: Recipe) -> Trial:
+        """Return the trial that a recipe is: what it is made with besides its knob tells the contestants apart.
+
+        >>> from dirprune.lab import recipes
+        >>> Trial.of(replace(recipes.get("digits"), c=0.02)).name
+        'grda-c0.02-s0'
+        """
+        method = recipe.method or recipe.optimizer
+        knob = baselines.get(method).knob
+        options = dict(recipe.options)
+        value = recipe.c if method == "grda" else options.pop(knob, None) if knob else None
+        rest = tuple(options.items())
+        known = (each for each in CONTESTANTS.values() if (each.method, each.options) == (method, rest))
+        words = " ".join([method, *(f"{name}={value}" for name, value in rest)])
+        found = next(known, None) or Contestant(words, words, method, "unknown", rest)
+        return Trial(found, None if value is None else float(value), recipe)
+
+
+def plan(
+    recipe: Recipe,
+    *,
+    methods: Iterable[str] = DEFAULT,
+    sparsities: Sequence[float] = (0.8, 0.9, 0.95),
+    seeds: int = 1,
+    sweeps: Mapping[str, Sequence[float]] | None = None,
+    batches: int,
+) -> list[Trial]:
+    """Return the runs of a comparison, all methods for the first seed, then all for the next.
+
+    Args:
+        recipe: what they share; the first seed is its own.
+        methods: names of contestants.
+        sparsities: for methods that need one preset.
+        seeds: how many, from the recipe's own on.
+        sweeps: values of the knob, by method, instead of the sparsities or the `default_sweep`.
+        batches: steps an epoch, by which the default sweeps are chosen.
+
+    Raises:
+        ValueError: a method or a value that cannot be used; nothing has been run then.
+
+    Example:
+        >>> from dirprune.lab import recipes
+        >>> trials = plan(recipes.get("digits"), methods=("sgd", "rigl"), sparsities=(0.5, 0.9), batches=45)
+        >>> [trial.name for trial in trials]
+        ['sgd-s0', 'rigl-sparsity0.5-s0', 'rigl-sparsity0.9-s0']
+    """
+    sweeps = sweeps or {}
+    chosen = [contestant(name) for name in dict.fromkeys(methods)]
+    if idle := sorted(set(sweeps) - {each.name for each in chosen}):
+        raise ValueError(f"sweep of {idle[0]!r}, which is not among the methods {', '.join(e.name for e in chosen)}")
+    if seeds < 1:
+        raise ValueError(f"seeds={seeds}: a comparison needs at least one")
+    trials = []
+    for seed in range(recipe.seed, recipe.seed + seeds):
+        own = replace(recipe, seed=seed)
+        for each in chosen:
+            default = sparsities if each.is_preset else default_sweep(each, recipe, batches)
+            values: Sequence[float | None] = sweeps.get(each.name, default) if each.knob else (None,)
+            trials += [Trial(each, value, each.enter(own, value)) for value in values]
+    for trial in trials:
+        make_method(trial.recipe, lambda model: 0.0)  # a bad value is refused before any work
+    return trials
+
+
+def default_sweep(contestant: Contestant, recipe: Recipe, batches: int) -> list[float]:
+    """Return values of a knob that lead from moderate to high sparsity, as far as can be told beforehand.
+
+    With n steps at rates γᵢ = lr · factorᵢ / (1 − momentum), from the base rate γ:
+
+    - gRDA: c around the recipe's own.
+    - ℓ₁-RDA: the λ whose threshold nγλ ends where gRDA's, c √γ (nγ)^μ, does at a constant rate.
+    - STR: the decay d that, without the loss, would draw s to s₀ exp(−d Σγᵢ), for d Σγᵢ around `PULL`.
+    - variational dropout: β up to 1, the variational bound.
+    """
+    rate = recipe.lr / (1 - recipe.momentum)
+    steps = recipe.epochs * batches
+    sweeps: dict[str, Callable[[], list[float]]] = {
+        "grda": lambda: [factor * recipe.c for factor in FACTORS],
+        "rda": lambda: [factor * recipe.c * rate**0.5 * (steps * rate) ** (recipe.mu - 1) for factor in FACTORS],
+        "str": lambda: [factor * PULL / exposure(recipe, batches) for factor in FACTORS],
+        "variational-dropout": lambda: [0.03, 0.1, 0.3, 1.0],
+    }
+    values = sweeps[contestant.method]() if contestant.method in sweeps else []
+    return [float(f"{value:.3g}") for value in values]
+
+
+def exposure(recipe: Recipe, batches: int) -> float:
+    """Return Σγᵢ, the effective learning rate summed over all steps.
+
+    >>> from dirprune.lab import recipes
+    >>> round(exposure(recipes.get("resnet18-cifar10"), 391) / 391, 3)  # 60 epochs at half of γ = 1, on average
+    30.0
+    """
+    factors = (
+        recipe.schedule.factor(epoch, recipe.epochs, i / batches)
+        for epoch in range(1, recipe.epochs + 1)
+        for i in range(batches)
+    )
+    return recipe.lr / (1 - recipe.momentum) * sum(factors)
+
+
+def read_sweeps(texts: Iterable[str]) -> dict[str, list[float]]:
+    """Read options like ``grda:c=8e-5,1.6e-4``.
+
+    >>> read_sweeps(["grda:c=8e-5,1.6e-4"])
+    {'grda': [8e-05, 0.00016]}
+    """
+    sweeps: dict[str, list[float]] = {}
+    for text in texts:
+        name, _, rest = text.partition(":")
+        knob, _, values = rest.partition("=")
+        expected = contestant(name).knob
+        if expected is None:
+            raise ValueError(f"--sweep {text!r}: {name} has nothing to sweep")
+        try:
+            sweeps[name] = [float(value) for value in values.split(",")]
+        except ValueError:
+            sweeps[name] = []
+        if knob != expected or not sweeps[name]:
+            raise ValueError(f"--sweep {text!r} cannot be read; write e.g. --sweep {name}:{expected}=0.5,0.9")
+    return sweeps

@@ -1,0 +1,458 @@
+"""Comparisons: who takes part, what they share, what is ranked and how, and going on where one stopped."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_cli import call, objects
+from test_train import Breaking, numbers
+from torch import nn
+from torch._dynamo.utils import counters
+
+from dirprune import GRDA
+from dirprune.lab import baselines, checkpoint, compare, comparison, recipes, runs, trials
+from dirprune.lab.baselines import Grda, Rda, amc
+from dirprune.lab.experiment import assemble
+from dirprune.lab.ranking import Point, rank, read_at
+from dirprune.lab.recipes import Recipe
+from dirprune.lab.reward import Reward
+from dirprune.lab.schedules import Schedule
+from dirprune.lab.tables import read_rows
+from dirprune.lab.trials import Trial, plan
+
+CPU = torch.device("cpu")
+
+
+def tiny(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, num_classes))
+
+
+BREAKS = [True, False]
+
+
+def at_first_breaking(num_classes: int) -> nn.Module:
+    """A network that breaks in the second of four steps of epoch 2; the next one that is made holds."""
+    return Breaking(step=6, value=math.nan) if BREAKS.pop(0) else tiny(num_classes)
+
+
+# Four steps an epoch; every method acts, and rests, within them.
+SHORT = replace(
+    recipes.get("resnet18-cifar10"), data="digits", statistics="", model="test_compare:tiny", epochs=4, batch_size=400
+)
+
+ONE_EACH = {"grda": [0.01], "rda": [0.01], "str": [0.3], "variational-dropout": [1.0]}
+
+
+def trials_of(recipe: Recipe = SHORT, *, batches: int = 4, **options: Any) -> list[Trial]:
+    return plan(recipe, **{"methods": ("sgd", "rigl"), "sparsities": (0.5, 0.8), "batches": batches, **options})
+
+
+def run(planned: list[Trial], out: Path, **options: Any) -> list[compare.Progress]:
+    return list(compare.compare(planned, out, device=CPU, **options))
+
+
+def after(times: int) -> Callable[[], bool]:
+    asked = itertools.count(1)
+    return lambda: next(asked) > times
+
+
+@pytest.fixture(autouse=True)
+def _quick_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amc, "LEARNING_STEPS", 1)
+
+
+# ---- who takes part
+
+
+def test_by_default_every_method_takes_part_and_shares_all_but_its_own_options() -> None:
+    planned = plan(SHORT, sparsities=(0.5, 0.8), seeds=2, batches=4)
+    assert {trial.contestant.method for trial in planned} == set(baselines.METHODS)
+    own = {"optimizer", "method", "options", "c", "seed"}
+    shared = [field.name for field in fields(Recipe) if field.name not in own]
+    assert all(getattr(trial.recipe, name) == getattr(SHORT, name) for trial in planned for name in shared)
+    assert [trial.recipe.seed for trial in planned] == sorted(trial.recipe.seed for trial in planned)
+    assert {trial.recipe.seed for trial in planned} == {0, 1}
+    assert len({trial.name for trial in planned}) == len(planned)
+    for trial in planned:
+        assert Trial.of(trial.recipe) == trial
+        assert Trial.of(Recipe.from_dict(json.loads(json.dumps(trial.recipe.to_dict())))).name == trial.name
+        if trial.contestant.is_preset:
+            assert trial.value in (0.5, 0.8)
+
+
+def test_variants_are_known_by_their_options_and_strangers_by_their_words() -> None:
+    planned = trials_of(methods=("magnitude", "magnitude-global", "magnitude-one-shot"), sparsities=(0.5,))
+    assert [Trial.of(trial.recipe).contestant.name for trial in planned] == [
+        "magnitude",
+        "magnitude-global",
+        "magnitude-one-shot",
+    ]
+    stranger = replace(SHORT, optimizer="sgd", method="rigl", options=(("sparsity", 0.5), ("alpha", 0.1)))
+    assert Trial.of(stranger).name == "rigl alpha=0.1-sparsity0.5-s0"
+
+
+def test_a_sweep_replaces_the_default_values() -> None:
+    sweeps = trials.read_sweeps(["grda:c=1e-3,2e-3", "rigl:sparsity=0.7"])
+    planned = trials_of(methods=("grda", "rigl"), sweeps=sweeps)
+    assert [trial.name for trial in planned] == ["grda-c0.001-s0", "grda-c0.002-s0", "rigl-sparsity0.7-s0"]
+
+
+@pytest.mark.parametrize("text", ["grda:mu=0.5", "grda:c=", "grda:c=a", "grda", "sgd:c=1", "rig:sparsity=0.5"])
+def test_a_sweep_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--sweep|Did you mean 'rigl'"):
+        trials.read_sweeps([text])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"methods": ("rigel",)}, "Did you mean 'rigl'"),
+        ({"sweeps": {"grda": [1e-3]}}, "sweep of 'grda', which is not among"),
+        ({"sparsities": (0.5, 1.5)}, "sparsity=1.5"),
+        ({"seeds": 0}, "seeds=0"),
+        ({"methods": ("grda",), "sweeps": {"grda": [-1.0]}}, r"c=-1\.0"),
+    ],
+)
+def test_a_bad_plan_is_refused_before_any_work(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        trials_of(**options)
+
+
+def threshold(method: Grda, recipe: Recipe, steps: int) -> float:
+    """The threshold after so many steps at a constant rate, by the optimizer itself."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = GRDA(model.parameters(), lr=recipe.lr, c=recipe.c, mu=recipe.mu, momentum=recipe.momentum)
+    method.attach(model, optimizer, steps=steps, examples=1)
+    model.weight.grad = torch.zeros_like(model.weight)
+    for _ in range(steps):
+        optimizer.step()
+    return float(optimizer.state[model.weight]["threshold"])
+
+
+def test_the_default_sweeps_of_rda_end_at_the_thresholds_of_grda() -> None:
+    recipe = replace(SHORT, schedule=Schedule(), epochs=10)
+    values = {name: trials.default_sweep(trials.contestant(name), recipe, batches=20) for name in ("grda", "rda")}
+    for c, lam in zip(values["grda"], values["rda"], strict=True):
+        ours = threshold(Grda(c=c), recipe, 200)
+        assert threshold(Rda(lam=lam), recipe, 200) == pytest.approx(ours, rel=6e-3)  # three digits of λ
+
+
+# ---- how they are ranked
+
+
+def points(method: str, seed: int = 0, **accuracy: float) -> list[Point]:
+    """Points at the sparsities in the names: s90=93.0 is 93 % at 90 %."""
+    return [Point(method, name, seed, int(name[1:]) / 100, value) for name, value in accuracy.items()]
+
+
+def test_between_two_runs_accuracy_is_linear_in_the_logarithm_of_what_is_left() -> None:
+    known = points("grda", s80=95.0, s90=94.0, s98=90.0)
+    for sparsity in (0.82, 0.9, 0.93, 0.96):
+        low, high = (0.8, 0.9) if sparsity < 0.9 else (0.9, 0.98)
+        slope = torch.tensor([math.log(1 - low), math.log(1 - high)], dtype=torch.float64)
+        ends = {0.8: 95.0, 0.9: 94.0, 0.98: 90.0}
+        way = (math.log(1 - sparsity) - slope[0]) / (slope[1] - slope[0])
+        expected = float((1 - way) * ends[low] + way * ends[high])
+        reading = read_at(known, sparsity)
+        assert reading.accuracy == pytest.approx(expected)
+        assert (reading.sparsity, reading.is_there) == (sparsity, True)
+
+
+@pytest.mark.parametrize(("sparsity", "nearest"), [(0.7, 0.8), (0.985, 0.98)])
+def test_beyond_the_runs_nothing_is_said_but_what_the_nearest_one_gave(sparsity: float, nearest: float) -> None:
+    reading = read_at(points("grda", s80=95.0, s90=94.0, s98=90.0), sparsity)
+    assert (reading.sparsity, reading.is_there) == (nearest, False)
+    assert reading.accuracy == {0.8: 95.0, 0.98: 90.0}[nearest]
+    assert "nearest run" in reading.source
+
+
+def test_the_most_accurate_comes_first_and_who_has_no_runs_around_last() -> None:
+    known = [
+        *points("far", s50=99.0),
+        *points("good", seed=0, s90=94.0),
+        *points("good", seed=1, s90=93.0),
+        *points("swept", s80=95.0, s95=90.0),
+    ]
+    standings = rank(known, [0.9, 0.5])
+    assert [(each.asked, each.rank, each.method) for each in standings] == [
+        (0.9, 1, "good"),
+        (0.9, 2, "swept"),
+        (0.9, 0, "far"),
+        (0.5, 1, "far"),
+        (0.5, 0, "swept"),
+        (0.5, 0, "good"),
+    ]
+    assert standings[0].accuracy.mean == 93.5
+    assert standings[0].accuracy.std == pytest.approx(math.sqrt(0.5))
+    assert (standings[2].sparsity, standings[2].accuracy.std, standings[2].seeds) == (0.5, None, 1)
+
+
+def test_a_seed_without_runs_around_a_sparsity_does_not_speak_for_its_method() -> None:
+    [standing] = rank([*points("m", seed=0, s80=95.0, s95=90.0), *points("m", seed=1, s80=10.0)], [0.95])
+    assert (standing.rank, standing.seeds, standing.accuracy.mean) == (1, 1, 90.0)
+
+
+# ---- how they are run
+
+
+def test_every_method_starts_alike_and_sees_the_same_minibatches(tmp_path: Path) -> None:
+    run(trials_of(methods=("sgd", "magnitude-one-shot"), sparsities=(0.8,)), tmp_path)
+    dense, pruned = (
+        runs.load(tmp_path / "runs" / name).records() for name in ("sgd-s0", "magnitude-one-shot-sparsity0.8-s0")
+    )
+    assert numbers(dense[:1]) == numbers(pruned[:1])  # bit for bit, until the other half of training begins
+    assert dense[1].train_loss == pruned[1].train_loss
+    assert dense[2].train_loss != pruned[2].train_loss
+    parts = [assemble(trial.recipe, device=CPU, root=None) for trial in plan(SHORT, batches=4)]
+    for other in parts[1:]:
+        torch.testing.assert_close(other.model.state_dict(), parts[0].model.state_dict(), rtol=0, atol=0)
+        torch.testing.assert_close(next(other.loaders.train.epoch(3)), next(parts[0].loaders.train.epoch(3)))
+
+
+def test_all_methods_go_on_after_any_stop_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    planned = plan(SHORT, sparsities=(0.8,), batches=4, sweeps=ONE_EACH)
+    steps = run(planned, tmp_path / "whole")
+    rows = [step.row for step in steps if step.row]
+    assert [row.run for row in rows] == [trial.name for trial in planned]
+    asked = 0
+    while len([step for step in run(planned, tmp_path / "pieces", stopping=after(3)) if step.row]) < len(planned):
+        asked += 1
+    assert asked > len(planned) / 2
+    for trial in planned:
+        whole, pieces = (runs.load(tmp_path / name / "runs" / trial.name) for name in ("whole", "pieces"))
+        assert numbers(whole.records()) == numbers(pieces.records())
+        states = [checkpoint.latest(each.checkpoints) for each in (whole, pieces)]
+        assert states[0] is not None
+        assert states[1] is not None
+        torch.testing.assert_close(states[0][1]["model"], states[1][1]["model"], rtol=0, atol=0)
+        assert checkpoint.epochs(whole.checkpoints) == [SHORT.epochs]  # nothing else is kept
+
+
+def test_runs_that_have_ended_are_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = trials_of()
+    first = [step.row for step in run(planned, tmp_path) if step.row]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.setattr(compare, "conduct", lambda *_, **__: pytest.fail("it trains again"))
+    assert [step.row for step in run(planned, tmp_path)] == first
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_trial_that_diverges_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    planned = trials_of(replace(SHORT, model="test_compare:at_first_breaking"), sparsities=(0.5,))
+    rows = [step.row for step in run(planned, tmp_path) if step.row]
+    assert [(row.run, row.diverged, row.epochs) for row in rows] == [
+        ("sgd-s0", "the training loss became nan in step 2 of epoch 2", 1),
+        ("rigl-sparsity0.5-s0", "", 4),
+    ]
+    found = comparison.read(tmp_path)
+    assert [row.method for row in comparison.ranking(found, [0.5])] == ["rigl"]  # no number of a broken run is shown
+    assert any("sgd-s0 diverged" in line for line in comparison.notes(found))
+    assert len(run(planned, tmp_path)) == 2  # it is not tried again
+
+
+def test_runs_of_another_comparison_are_refused(tmp_path: Path) -> None:
+    run(trials_of(methods=("sgd",)), tmp_path)
+    with pytest.raises(ValueError, match=r"sgd-s0 was trained with epochs=4, .* epochs=9; give another --out"):
+        run(trials_of(replace(SHORT, epochs=9)), tmp_path)
+    run(trials_of(methods=("sgd", "rigl"), seeds=2, sparsities=(0.6,)), tmp_path)  # more of the same may join
+
+
+def test_models_that_cannot_share_compiled_code_never_use_up_the_room_for_it() -> None:
+    """Without a reset torch would give up compiling at the third graph of a function."""
+    [trial, *_] = trials_of(methods=("str",))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(4):
+            compare._clear(trial)
+            model = tiny(3)
+            baselines.Str().attach(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1, examples=1)
+            before = counters["stats"]["unique_graphs"]
+            torch.compile(model, backend="eager", dynamic=False)(torch.zeros(2, 64))
+            assert counters["stats"]["unique_graphs"] > before
+    torch.compiler.reset()
+
+
+# ---- what is left of them
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A comparison of three methods over two seeds."""
+    out = tmp_path_factory.mktemp("compared")
+    sweeps = {"grda": [0.01, 0.3]}
+    run(plan(SHORT, methods=("sgd", "rigl", "grda"), sparsities=(0.5,), seeds=2, sweeps=sweeps, batches=4), out)
+    return out
+
+
+def test_tables_are_those_of_the_networks(compared: Path, tmp_path: Path) -> None:
+    comparison.write(comparison.read(compared), tmp_path, [0.5])
+    rows = {row.run: row for row in read_rows(tmp_path / "comparison.csv", comparison.Row)}
+    assert len(rows) == 8
+    for name, row in rows.items():
+        found = runs.load(compared / "runs" / name)
+        weights = {key: w for key, w in runs.weights_of(found)[1].items() if w.dim() == 2}
+        zeros = sum(int((w == 0).sum()) for w in weights.values())
+        assert row.sparsity == pytest.approx(zeros / sum(w.numel() for w in weights.values()))
+        assert (row.test_accuracy, row.epochs) == (found.records()[-1].test_accuracy, SHORT.epochs)
+        layers = [layer for layer in read_rows(tmp_path / "layers.csv", comparison.LayerRow) if layer.run == name]
+        assert {layer.layer: layer.sparsity for layer in layers} == {
+            key.removesuffix(".weight"): pytest.approx(float((w == 0).float().mean())) for key, w in weights.items()
+        }
+        assert {layer.kind for layer in layers} == {"linear"}
+    assert {(row.method, row.knob) for row in rows.values()} == {("sgd", ""), ("rigl", "sparsity"), ("grda", "c")}
+
+
+def test_small_files_are_enough_for_tables_and_figures(compared: Path, tmp_path: Path) -> None:
+    brought = tmp_path / "brought"
+    shutil.copytree(compared, brought, ignore=shutil.ignore_patterns("checkpoints", ".lock"))
+    written = {}
+    for name, folder in (("here", compared), ("there", brought)):
+        paths = comparison.write(comparison.read(folder), tmp_path / name, [0.5, 0.9])
+        written[name] = {path.name: path.read_bytes() for path in paths}
+    assert written["here"] == written["there"]
+    assert set(written["there"]) == {
+        *("comparison.csv", "layers.csv", "ranking.csv", "tradeoff.png", "layers-0.5.png", "layers-0.9.png")
+    }
+
+
+def test_curves_are_means_over_seeds_and_the_dense_network_is_a_line(compared: Path) -> None:
+    found = comparison.read(compared)
+    curves = {curve.label: curve for curve in comparison.curves(found)}
+    assert list(curves) == ["gRDA", "SGD (dense)", "RigL"]
+    assert curves["SGD (dense)"].is_dense
+    accuracies = [each.row.test_accuracy for each in found if each.row.method == "rigl"]
+    [mean], [std] = curves["RigL"].accuracy, curves["RigL"].spread or []
+    assert mean == pytest.approx(sum(accuracies) / 2)
+    assert std == pytest.approx(abs(accuracies[0] - accuracies[1]) / math.sqrt(2))
+    assert len(curves["gRDA"].sparsity) == 2
+
+
+def test_layers_are_those_of_the_nearest_run(compared: Path) -> None:
+    found = comparison.read(compared)
+    grda = [each.row.sparsity for each in found if each.row.method == "grda"]
+    for sparsity in (0.0, 1.0):
+        nearest = min(grda, key=lambda value: abs(value - sparsity))
+        names = {bar.method for bar in comparison.nearest_layers(found, sparsity)}
+        assert names == {f"gRDA, {nearest:.1%}", "RigL, 50.0%"}
+
+
+def test_a_reward_is_measured_on_held_out_data_and_never_on_the_test_set() -> None:
+    parts = assemble(replace(SHORT, validation=0.2), device=CPU, root=None)
+    assert Reward(parts.loaders).images is parts.loaders.validation
+    plain = assemble(SHORT, device=CPU, root=None)
+    images = Reward(plain.loaders).images
+    assert images.examples == sum(len(targets) for _, targets in images) == plain.loaders.train.examples
+    first, _ = next(iter(images))
+    torch.testing.assert_close(first, next(plain.loaders.train.epoch(0))[0])
+
+
+# ---- the command
+
+
+def command(*words: object) -> list[object]:
+    return ["compare", "digits-short", "--model", SHORT.model, "--epochs", 2, "--device", "cpu", *words]
+
+
+def test_the_command_trains_tells_and_goes_on(tmp_path: Path) -> None:
+    words = command("--methods", "sgd,rigl", "--sparsity", "0.5,0.8", "--seeds", 2, "--out", tmp_path / "out")
+    stopped = call(*words, "--minutes", 0)
+    assert (stopped.exit_code, stopped.stdout) == (0, "")
+    assert "0 of 6 runs at their end; the same command goes on" in stopped.stderr
+    result = call(*words)
+    rows = objects(result)
+    kinds = ("sgd", "rigl-sparsity0.5", "rigl-sparsity0.8")
+    assert [row["run"] for row in rows[:6]] == [f"{kind}-s{seed}" for seed in (0, 1) for kind in kinds]
+    ranked = rows[6:]
+    assert [(row["asked_sparsity"], row["rank"], row["method"]) for row in ranked] == [
+        (0.0, 0, "sgd"),
+        (0.5, 1, "rigl"),
+        (0.8, 1, "rigl"),
+    ]
+    assert all(row["seeds"] == 2 and row["test_accuracy_std"] >= 0 for row in ranked)
+    assert "Every run had 2 epochs of the same minibatches" in result.stderr
+    assert objects(call(*words)) == rows
+    again = call("compare", "--no-train", "--sparsity", "0.5,0.8", "--out", tmp_path / "out")
+    assert objects(again) == ranked
+
+
+def test_ctrl_c_saves_the_running_trial_and_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = compare.compare
+
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[compare.Progress]:
+        for step in plain(*arguments, **options):
+            if step.epoch == 1:
+                signal.raise_signal(signal.SIGINT)
+            yield step
+
+    words = command("--methods", "str", "--sweep", "str:decay=0.3", "--sparsity", 0.5, "--epochs", 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "compare", interrupted)
+        stopped = call(*words, "--out", tmp_path / "out")
+    assert stopped.exit_code == 130
+    assert "Stopping after this epoch" in stopped.stderr
+    folder = Path("runs") / "str-decay0.3-s0"
+    assert checkpoint.epochs(tmp_path / "out" / folder / "checkpoints") == [0, 2]  # the epoch that had begun
+    for out in ("out", "whole"):
+        objects(call(*words, "--out", tmp_path / out))
+    one, other = (runs.load(tmp_path / out / folder).records() for out in ("out", "whole"))
+    assert numbers(one) == numbers(other)
+
+
+def test_published_numbers_are_drawn_without_a_run(tmp_path: Path) -> None:
+    result = call("compare", "--published", "resnet50-imagenet", "--out", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["layers.png", "tradeoff.png"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compare"], "RECIPE is missing"),
+        (["compare", "--published", "vgg16"], "there is resnet50-imagenet"),
+        (command("--sparsity", "90"), "write fractions between 0 and 1"),
+        (command("--sparsity", "a"), "is not a list of sparsities"),
+        (command("--methods", "rigel"), "Did you mean 'rigl'"),
+    ],
+)
+def test_what_the_command_cannot_do_it_says(words: list[object], message: str, tmp_path: Path) -> None:
+    result = call(*words, "--out", tmp_path / "out")
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_run_there_is_nothing_to_show(tmp_path: Path) -> None:
+    result = call("compare", "--no-train", "--out", tmp_path)
+    assert "has ended yet" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+if torch.cuda.is_available():
+    from dirprune.lab.execution import Execution
+
+    @pytest.mark.parametrize("fast", [Execution(capture=True), recipes.FAST], ids=["captured", "compiled"])
+    def test_captured_trials_go_on_as_if_nothing_had_happened(fast: Execution, tmp_path: Path) -> None:
+        recipe = replace(SHORT, cuda=fast)
+        cuda = torch.device("cuda")
+        planned = plan(recipe, sparsities=(0.8,), batches=4, sweeps=ONE_EACH)
+        list(compare.compare(planned, tmp_path / "whole", device=cuda))
+        for _ in range(2 * len(planned)):
+            list(compare.compare(planned, tmp_path / "pieces", device=cuda, stopping=after(3)))
+        whole, pieces = (comparison.read(tmp_path / name) for name in ("whole", "pieces"))
+        assert len(whole) == len(pieces) == len(planned)
+        for one, other in zip(whole, pieces, strict=True):
+            assert one.row.run == other.row.run
+            assert one.row.test_loss == pytest.approx(other.row.test_loss, rel=0.02, abs=0.02)
+            assert one.row.sparsity == pytest.approx(other.row.sparsity, abs=0.02)
+            assert one.row.peak_memory_mib > 0
