@@ -281,6 +281,22 @@ def test_what_the_seeds_do_not_explain_is_listed(tmp_path: Path) -> None:
     assert "test_accuracy" not in odd
 
 
+def test_an_odd_cell_is_shown_with_the_epochs_around_it(tmp_path: Path) -> None:
+    alone = make_run(tmp_path / "alone", replace(VGG, seed=1), [record(300, sparsity=0.5)])
+    lines = [record(epoch, sparsity=0.86 if epoch != 300 else 0.5) for epoch in (200, 295, 300, 301)]
+    for folder, means in ((alone, None), (make_run(tmp_path / "run", VGG, lines), 86.0)):
+        results = folder / "results"
+        ledger.collect([folder], results)
+        near = reproduce.around(our_cell(results, MU6, "sparsity", 300), ledger.read(results))
+        if means is None:
+            assert near is None
+        else:
+            assert near is not None
+            assert near[0] == pytest.approx(means)
+            assert near[1] == pytest.approx(published_cell(MU6, "sparsity", 300).comparable.mean, abs=0.1)
+        assert ("In the epochs around it" in reproduction_page.page(results)) == (means is not None)
+
+
 # The page
 
 

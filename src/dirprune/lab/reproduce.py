@@ -159,6 +159,19 @@ def surprising(cells: Iterable[Cell]) -> list[Cell]:
     return [cell for p, _, cell in sorted(odd, key=lambda item: item[:2]) if p < SURPRISING]
 
 
+def around(cell: Cell, runs: Iterable[Trajectory], *, reach: int = 10) -> tuple[float, float] | None:
+    """Return our mean and the authors' over the epochs near a cell's, its own left out; None if we have no others.
+
+    They tell one odd epoch from a run that is off.
+    """
+    given = cell.published
+    band = published.bands(given.setting.experiment)[given.setting, given.metric]
+    near = {given.epoch + offset for offset in range(-reach, reach + 1)} - {given.epoch}
+    ours = [value(epoch, given.metric) for run in runs for epoch in run.epochs if epoch.epoch in near]
+    theirs = [mean for epoch, mean in zip(band.epochs, band.mean, strict=True) if epoch in near]
+    return (statistics.fmean(ours), statistics.fmean(theirs)) if ours else None
+
+
 def missing(cells: Iterable[Cell]) -> list[str]:
     """Return a line for each setting with cells that no run of ours has reached."""
     lines = []
