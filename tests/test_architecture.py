@@ -15,8 +15,8 @@ LIBRARY = {
     "optim": {"update", "_fused"},
     "curvature": {"modes", "weights"},
     "direction": {"curvature", "weights"},
-    "landscape": {"weights"},
-    "connect": {"landscape", "weights"},
+    "landscape": {"graphs", "weights"},
+    "connect": {"graphs", "landscape", "weights"},
     "theory": {"curvature", "direction", "weights", "update"},
     "limit_law": {"theory"},
 }

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from dirprune.landscape import Captured, Evaluator, Loaders, LossFn, Measurement, means, profile_points, tally
+from dirprune.graphs import Captured
+from dirprune.landscape import Evaluator, Loaders, LossFn, Measurement, means, profile_points, tally
 from dirprune.weights import Weights, check_alike, flatten, unflatten
 
 

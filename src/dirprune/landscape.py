@@ -1,15 +1,10 @@
-"""The loss landscape: what a point of weight space scores on a data set, for many points fast.
-
-`Evaluator` measures weights; `Captured` is how it, and whoever takes steps of one shape, runs on CUDA without Python
-between the kernels.
-"""
+"""The loss landscape: what a point of weight space scores on a data set, for many points fast."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dirprune.graphs import Captured
 from dirprune.weights import Weights, put
 
 Batch = tuple[Tensor, Tensor]
@@ -136,70 +132,6 @@ class Evaluator:
             outputs = self._network(inputs)
             loss = self._loss_fn(outputs, targets)
         return tally(outputs, targets, loss)
-
-
-class Captured:
-    """A function of one batch as CUDA graphs, one a batch shape: ``captured(inputs, targets) -> Tensor``.
-
-    The function must launch the same kernels on the same memory whenever it is called, and must never wait for the
-    device; all that it reads besides the batch (weights, a learning rate) it finds where it lay when captured. The
-    result lies in memory of its own that the next call of that shape overwrites.
-
-    Args:
-        function: ``function(inputs, targets)``; called four times for each new shape, the last time captured.
-        changes: tensors that it changes and that a rehearsal must leave as they were, e.g. weights.
-        key: what else tells graphs apart, e.g. a mode.
-    """
-
-    def __init__(
-        self,
-        function: Callable[[Tensor, Tensor], Tensor],
-        *,
-        changes: Sequence[Tensor] = (),
-        key: Callable[[], Hashable] = lambda: None,
-    ) -> None:
-        self._function, self._changes, self._key = function, changes, key
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
-
-    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        key = (self._key(), inputs.shape, inputs.dtype, targets.shape, targets.dtype)
-        if key not in self._graphs:
-            before = [tensor.detach().clone() for tensor in self._changes]
-            # fork_rng: the random numbers of a step must not depend on whether it was the first of its shape.
-            with torch.random.fork_rng(devices=[inputs.device]), _fastest_kernels():
-                self._graphs[key] = self._capture(inputs.clone(), targets.clone())
-            for tensor, value in zip(self._changes, before, strict=True):
-                tensor.detach().copy_(value)
-        graph, static_inputs, static_targets, result = self._graphs[key]
-        static_inputs.copy_(inputs)
-        static_targets.copy_(targets)
-        graph.replay()
-        return result
-
-    def _capture(self, inputs: Tensor, targets: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]:
-        # The first calls choose algorithms and take workspace, which must not be captured.
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._function(inputs, targets)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: a loader's thread may use the device meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = self._function(inputs, targets)
-        return graph, inputs, targets, result
-
-
-@contextmanager
-def _fastest_kernels() -> Iterator[None]:
-    """Let cuDNN try its algorithms: worth it for what is then replayed thousands of times."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def profile_points(measure: Evaluator, point: Callable[..., Weights], places: Iterable[Place]) -> Iterator[Measurement]:

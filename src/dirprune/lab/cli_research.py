@@ -76,6 +76,7 @@ def project(
         from dirprune.lab.projection import project as projecting
         from dirprune.lab.published.projection import shares
         from dirprune.lab.spectrum import Lanczos
+        from dirprune.lab.tables import read_rows
 
         sgd = runs.load(sgd_run)
         steps = projecting(
@@ -89,7 +90,9 @@ def project(
             root=data or sgd.last_root(),
         )
         rows = _collect(steps, ProjectionRow, "products")
-        figure = plots.save(projection_figure(rows, shares(sgd.recipe.data, sgd.recipe.model)), out / "projection.png")
+        measured = read_rows(out / "projection.csv", ProjectionRow)  # with those of earlier commands
+        theirs = shares(sgd.recipe.data, sgd.recipe.model)
+        figure = plots.save(projection_figure(measured, theirs), out / "projection.png")
         if is_terminal():
             cells = [
                 (r.run, str(r.epoch), f"{r.share:.3g}", f"{r.random_level:.3g}", f"{r.residual:.1e}", _yes(r.converged))

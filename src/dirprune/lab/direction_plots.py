@@ -36,9 +36,11 @@ def projection_figure(rows: Sequence[ProjectionRow], published: Sequence[Publish
     for index, run in enumerate(dict.fromkeys(row.run for row in rows)):
         own = [row for row in rows if row.run == run]
         shade = colour(index)
-        axes.plot([r.epoch for r in own], [r.share for r in own], color=shade, label=_name(own[0]))
-        for row in own:  # an open circle where Lanczos did not converge
-            axes.plot(row.epoch, row.share, "o", markersize=3.5, color=shade, mfc=shade if row.converged else "white")
+        axes.plot(
+            [r.epoch for r in own], [r.share for r in own], color=shade, marker="o", markersize=3.5, label=_name(own[0])
+        )
+        if rough := [row for row in own if not row.converged]:
+            axes.plot([r.epoch for r in rough], [r.share for r in rough], "o", markersize=3.5, color=shade, mfc="white")
     axes.axhline(rows[0].random_level, linestyle="--", color=GREY, linewidth=1.0, label="a random direction")
     axes.set(xlabel="epoch", ylabel="share of the difference, ‖PΔ‖ / ‖Δ‖", yscale="log")
     add_legend(figure)

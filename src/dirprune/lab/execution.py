@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
+from dirprune.graphs import record
+
 PRECISIONS = ("float32", "bfloat16")
-_WARMUP_STEPS = 3
 
 Penalty = Callable[[], "Tensor | None"]
 """A term of the objective beside the loss of the data, or None; what is tallied is the loss of the data alone."""
@@ -159,20 +160,14 @@ class CapturedStep:
         static_targets = torch.zeros(size, dtype=torch.int64, device=inputs.device)
         forward = self.execution.compiled(self.model) if compiles else self.model
         step = PlainStep(forward, self.optimizer, self.tally, self.execution, self.penalty)
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(_WARMUP_STEPS):
-                    self.tally.reset()
-                    step(static_inputs, static_targets)
-            torch.cuda.current_stream().wait_stream(stream)
-            self.tally.reset()
-            graph = torch.cuda.CUDAGraph()
-            # The graphs take turns, so that one's memory can serve the others.
-            pool = next((other.graph.pool() for other in self._recordings.values()), None)
-            with torch.cuda.graph(graph, pool=pool):
-                step(static_inputs, static_targets)
+
+        def rehearse() -> None:
+            self.tally.reset()  # which may have room for one step only
+            step(static_inputs, static_targets)
+
+        # The graphs take turns, so that one's memory can serve the others.
+        pool = next((other.graph.pool() for other in self._recordings.values()), None)
+        graph, _ = record(lambda: step(static_inputs, static_targets), rehearse=rehearse, pool=pool)
         # Held here, the gradients of one graph are not overwritten by the next.
         gradients = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
         return _Recording(graph, static_inputs, static_targets, gradients)

@@ -1,0 +1,95 @@
+"""CUDA graphs: work that is recorded once and replayed, so that no Python runs between its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+_REHEARSALS = 3
+
+
+def record(
+    work: Callable[[], T],
+    *,
+    rehearse: Callable[[], object] | None = None,
+    pool: Any = None,
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Return the work as a CUDA graph on the current device, and what it returned while it was recorded.
+
+    It is rehearsed first, three times: the first calls compile, choose algorithms and take workspace, none of which may
+    be recorded. What that changes, the caller has to put back.
+
+    Args:
+        work: launches the same kernels on the same memory whenever it is called, and never waits for the device.
+        rehearse: what to call for a rehearsal; the work itself if None.
+        pool: another graph's ``pool()`` to share memory with, of one that never runs at the same time.
+    """
+    with _fastest_kernels():
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(_REHEARSALS):
+                (rehearse or work)()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: a loader's thread may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = work()
+    return graph, result
+
+
+class Captured:
+    """A function of one batch as CUDA graphs, one a batch shape: ``captured(inputs, targets) -> Tensor``.
+
+    The function must launch the same kernels on the same memory whenever it is called, and must never wait for the
+    device; all that it reads besides the batch (weights, a learning rate) it finds where it lay when captured. The
+    result lies in memory of its own that the next call of that shape overwrites.
+
+    Args:
+        function: ``function(inputs, targets)``; called for each new shape as often as `record` does.
+        changes: tensors that it changes and that a rehearsal must leave as they were, e.g. weights.
+        key: what else tells graphs apart, e.g. a mode.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Tensor, Tensor], Tensor],
+        *,
+        changes: Sequence[Tensor] = (),
+        key: Callable[[], Hashable] = lambda: None,
+    ) -> None:
+        self._function, self._changes, self._key = function, changes, key
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        key = (self._key(), inputs.shape, inputs.dtype, targets.shape, targets.dtype)
+        if key not in self._graphs:
+            before = [tensor.detach().clone() for tensor in self._changes]
+            # fork_rng: the random numbers of a step must not depend on whether it was the first of its shape.
+            with torch.random.fork_rng(devices=[inputs.device]):
+                static = inputs.clone(), targets.clone()
+                graph, result = record(lambda: self._function(*static))
+            self._graphs[key] = (graph, *static, result)
+            for tensor, value in zip(self._changes, before, strict=True):
+                tensor.detach().copy_(value)
+        graph, static_inputs, static_targets, result = self._graphs[key]
+        static_inputs.copy_(inputs)
+        static_targets.copy_(targets)
+        graph.replay()
+        return result
+
+
+@contextmanager
+def _fastest_kernels() -> Iterator[None]:
+    """Let cuDNN try its algorithms: worth it for what is then replayed thousands of times."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
