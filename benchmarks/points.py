@@ -4,7 +4,7 @@
 
 A point is one weight vector measured on all images, BatchNorm's statistics re-estimated where the network has any. The
 images are noise: speed does not depend on what they show. Weights and images lie on the device. Each way of measuring
-gets one unmeasured point; then the two alternate, point by point, and the median time of each counts. The fit runs an
+gets one unmeasured point; then they alternate, point by point, and the median time of each counts. The fit runs an
 unmeasured epoch and two more, of which the faster one counts. Without CUDA there is nothing to capture, and only the
 plain ways are timed, by default on a small network for digits and few images.
 """
@@ -63,9 +63,12 @@ def main() -> None:
     shape = (1, 8, 8) if options.model == "small" else (3, 32, 32)
     loaders = synthetic(options.images, shape, options.batch, device)
     autocast = torch.bfloat16 if options.bf16 else None
+    fast: dict[str, dict[str, bool]] = {"plain": {"capture": False}}
+    if device == "cuda":
+        fast |= {"captured": {"capture": True}, "compiled": {"capture": True, "compiled": True}}
     ways = {
-        name: Evaluator(model, loaders, autocast=autocast, channels_last=options.channels_last, capture=capture)
-        for name, capture in (("plain", False), ("captured", True))[: 2 if device == "cuda" else 1]
+        name: Evaluator(model, loaders, autocast=autocast, channels_last=options.channels_last, **how)
+        for name, how in fast.items()
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for i in range(options.points + 1):
@@ -78,9 +81,9 @@ def main() -> None:
     medians = {name: statistics.median(measured[1:]) for name, measured in times.items()}
     for name, median in medians.items():
         print(f"{name:>9}: {1 / median:8.3f} points a second ({median:.4f} s a point)")
-    if device == "cuda":
-        print(f"captured is {medians['plain'] / medians['captured']:.2f} times as fast as plain")
     for name in ways:
+        print(f"{name:>9}: {medians['plain'] / medians[name]:8.2f} times as fast as plain")
+    for name, how in fast.items():
         fit = fit_curve(
             model,
             BezierCurve(*ends),
@@ -89,7 +92,7 @@ def main() -> None:
             schedule=lambda epoch: 1e-4,  # stays near the line, where losses are finite
             autocast=autocast,
             channels_last=options.channels_last,
-            capture=name == "captured",
+            **how,
         )
         fastest = min([record.seconds for record in fit][1:])
         print(f"{name:>9}: {1000 * fastest / len(list(loaders.train)):8.3f} ms a step of the fit")

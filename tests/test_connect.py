@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -304,13 +306,39 @@ def test_a_capture_that_cannot_be_is_refused() -> None:
         fit(RING, BezierCurve(at(1, 0), at(0, 1)), NO_CLASSES, capture=True)
 
 
+def test_compiled_networks_fit_and_measure_as_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled once for the common batch of the fit, and for every shape and mode that is measured."""
+    compiled_for: list[tuple[int, ...]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        compiled_for.append(next(tuple(x.shape) for x in inputs if x.shape[1:] == (3, 8, 8)))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    start, end = take(convolutional(1)), take(convolutional(2))
+    loaders = loaders_of(points_of(56, size=16, shape=(3, 8, 8)))
+    monkeypatch.setattr(Batches, "epoch", lambda self, epoch: iter(self))  # the short batch last
+    results = []
+    for compiled in (False, True):
+        curve = BezierCurve(start, end)
+        fit(convolutional(0), curve, loaders, epochs=2, compiled=compiled, schedule=lambda epoch: 0.05)
+        if compiled:
+            assert compiled_for == [(16, 3, 8, 8)]
+        profile = curve_profile(convolutional(0), curve, loaders, points=2, compiled=compiled)
+        results.append([*(astuple(point) for point in profile.points), curve.bends[0].tolist()])
+    assert results[0] == results[1]
+    assert set(compiled_for) == {(16, 3, 8, 8), (8, 3, 8, 8)}
+
+
 if torch.cuda.is_available():
 
     def captured_optimizer(curve: BezierCurve, lr: float) -> torch.optim.SGD:
         return torch.optim.SGD(curve.parameters(), lr=torch.tensor(lr, device="cuda"), momentum=0.9, fused=True)
 
-    @pytest.mark.parametrize("channels_last", [False, True])
-    def test_the_captured_fit_is_the_plain_one(channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(("channels_last", "compiled"), [(False, False), (True, False), (True, True)])
+    def test_the_captured_fit_is_the_plain_one(
+        channels_last: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Momentum, a schedule, BatchNorm, and a ragged last batch, which has a graph of its own."""
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
         model = convolutional(0).cuda()
@@ -321,9 +349,8 @@ if torch.cuda.is_available():
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
         expected = fit(model, plain, loaders, optimizer=optimizer, **options)
         optimizer = captured_optimizer(captured, 0.1)
-        records = fit(
-            model, captured, loaders, optimizer=optimizer, capture=True, channels_last=channels_last, **options
-        )
+        fast = {"capture": True, "channels_last": channels_last, "compiled": compiled}
+        records = fit(model, captured, loaders, optimizer=optimizer, **fast, **options)
         moved = (plain.bends[0] - BezierCurve(start, end).bends[0]).norm()
         assert moved > 0
         assert (captured.bends[0] - plain.bends[0]).norm() < 1e-3 * moved

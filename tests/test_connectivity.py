@@ -205,13 +205,13 @@ def test_without_a_fit_there_is_the_line_alone(
 
 
 def test_the_plane_can_be_measured_on_fewer_examples(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Without a margin the first place of the grid is the start; 200 examples make one batch of 256."""
+    """Without a margin the first place of the grid is the start."""
     options = replace(SMALL, epochs=1, points=2, margin=0.0, plane_examples=200)
     for _ in connect(*pair, tmp_path / "job", options, device=CPU):
         pass
     model = models.build("small", 10)
     model.load_state_dict(runs.weights_of(runs.load(pair[0]))[1])
-    inputs, targets = next(iter(data.load("digits", batch_size=256, seed=0).train))
+    inputs, targets = next(iter(data.load("digits", batch_size=200, seed=0).train))
     loss = torch.nn.functional.cross_entropy(model(inputs), targets).item()
     assert float(table(tmp_path / "job" / "plane.csv")[0]["train_loss"]) == pytest.approx(loss, rel=1e-4)
 
@@ -363,7 +363,10 @@ if torch.cuda.is_available():
 
     def test_a_captured_job_measures_what_a_plain_one_does(pair: tuple[Path, Path], tmp_path: Path) -> None:
         rows = {}
-        for name, execution in (("plain", Execution()), ("captured", Execution(channels_last=True, capture=True))):
+        for name, execution in (
+            ("plain", Execution()),
+            ("captured", Execution(channels_last=True, compile=True, capture=True)),
+        ):
             start = with_recipe(pair[0], tmp_path / f"run-{name}", cuda=execution)
             list(connect(start, pair[1], tmp_path / name, SMALL, device=torch.device("cuda")))
             rows[name] = table(tmp_path / name / "profile.csv")

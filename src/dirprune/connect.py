@@ -99,6 +99,7 @@ def fit_curve(
     seed: int = 0,
     autocast: torch.dtype | None = None,
     channels_last: bool = False,
+    compiled: bool = False,
     capture: bool = False,
 ) -> Iterator[FitRecord]:
     """Bend the curve into the valley, epoch by epoch: minimise E[loss(θ(t))] over t ~ U(0, 1), one t a minibatch.
@@ -113,6 +114,7 @@ def fit_curve(
         loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch.
         autocast: a lower precision for the forward pass, such as ``torch.bfloat16``.
         channels_last: give images to the network in that memory format.
+        compiled: `torch.compile` the network, for batches of the shape of the first one.
         capture: replay whole steps as CUDA graphs; the optimizer must then be a fused SGD whose lr is a tensor there.
 
     >>> from types import SimpleNamespace
@@ -126,7 +128,7 @@ def fit_curve(
     """
     optimizer = _checked(model, curve, optimizer, capture)
     kind = _CapturedFitStep if capture else _FitStep
-    step = kind(model, curve, optimizer, loss_fn, autocast, channels_last)
+    step = kind(model, curve, optimizer, loss_fn, autocast, channels_last, compiled)
     for epoch in range(first_epoch, epochs + 1):
         began = time.perf_counter()
         lr = _set_lr(optimizer, None if schedule is None else schedule(epoch))
@@ -153,11 +155,18 @@ class _FitStep:
         loss_fn: LossFn,
         autocast: torch.dtype | None,
         channels_last: bool,
+        compiled: bool,
     ) -> None:
         self._network = copy.deepcopy(model).train()  # the caller's model keeps its mode
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._curve, self._optimizer, self._loss_fn = curve, optimizer, loss_fn
         self._autocast, self._channels_last = autocast, channels_last
+        self._compiled = torch.compile(self._outputs, dynamic=False) if compiled else self._outputs
+        self._shape: torch.Size | None = None
+
+    def _outputs(self, state: Weights, inputs: Tensor) -> Tensor:
+        outputs: Tensor = functional_call(self._network, state, (inputs,))
+        return outputs
 
     def reset(self) -> None:
         """Begin an epoch with the model's own buffers: nothing but curve and optimizer lives on from the last one."""
@@ -167,13 +176,17 @@ class _FitStep:
     def __call__(self, inputs: Tensor, targets: Tensor, t: float | Tensor) -> Tensor:
         if self._channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        state = {**self._curve.point(t), **self._buffers}
+        self._shape = self._shape or inputs.shape
+        forward = self._compiled if inputs.shape == self._shape else self._outputs  # a short last batch is not worth it
+        weights = self._curve.point(t)
+        leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}  # as torch.compile likes
         lower = self._autocast is not None
         with torch.autocast(inputs.device.type, dtype=self._autocast, enabled=lower, cache_enabled=False):
-            outputs = functional_call(self._network, state, (inputs,))
+            outputs = forward({**leaves, **self._buffers}, inputs)
             loss = self._loss_fn(outputs, targets)
+        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
         self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(list(weights.values()), gradients)  # on to the bends
         self._optimizer.step()
         return tally(outputs.detach(), targets, loss.detach())
 

@@ -59,6 +59,7 @@ class Evaluator:
         loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch.
         autocast: a lower precision for the forward pass, such as ``torch.bfloat16``.
         channels_last: hold convolution weights in that memory format; images follow in the first layer.
+        compiled: `torch.compile` the network, for every batch shape; worth it for few shapes and many points.
         capture: replay CUDA graphs; by default on CUDA. Turn off for a network whose forward waits for the device.
 
     >>> from types import SimpleNamespace
@@ -76,6 +77,7 @@ class Evaluator:
         loss_fn: LossFn = cross_entropy,
         autocast: torch.dtype | None = None,
         channels_last: bool = False,
+        compiled: bool = False,
         capture: bool | None = None,
     ) -> None:
         self._network = copy.deepcopy(model).eval().requires_grad_(False)
@@ -92,6 +94,7 @@ class Evaluator:
         with torch.random.fork_rng(devices=[]):
             self._train, self._test = list(loaders.train), list(loaders.test)
         self._loss_fn, self._autocast = loss_fn, autocast
+        self._forward = torch.compile(self._network, dynamic=False) if compiled else self._network
         self._step: Callable[[Tensor, Tensor], Tensor] = self._score
         if self._device.type == "cuda" if capture is None else capture:
             self._step = Captured(self._score, key=lambda: self._norms.training)
@@ -129,7 +132,7 @@ class Evaluator:
         # cache_enabled: a captured pass must cast the weights that it finds when it is replayed.
         lower = self._autocast is not None
         with torch.autocast(self._device.type, dtype=self._autocast, enabled=lower, cache_enabled=False):
-            outputs = self._network(inputs)
+            outputs = self._forward(inputs)
             loss = self._loss_fn(outputs, targets)
         return tally(outputs, targets, loss)
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,8 +37,11 @@ from dirprune.lab.files import write_json
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.tables import read_rows, write_rows
-from dirprune.landscape import Evaluator, Loaders, Place, profile_points
+from dirprune.landscape import Batch, Evaluator, Loaders, Place, profile_points
 from dirprune.weights import Weights, check_alike, flatten, put, take
+
+MEASURED = 1000
+"""Examples a batch where points are measured: a divisor of the sizes of CIFAR, so that one shape has to be compiled."""
 
 _SAME = ("data", "model", "statistics", "validation")  # in two recipes whose networks can be joined
 
@@ -50,7 +53,7 @@ class Options:
     The defaults are the published fit of VGG16: 300 epochs, lr .1 constant for half of them, then linear to a hundredth
     at 90%, momentum .9 (WRN28x10: 200 epochs, momentum 0). ``batch_size`` is run A's if None. ``fit=False`` leaves out
     curve and plane and profiles the straight line alone. ``plane_examples`` bounds the training examples that the plane
-    is measured on, which for a large network is most of the work; whole batches, the first ones.
+    is measured on, the first ones; for a large network the plane is most of the work.
     """
 
     epochs: int = 300
@@ -140,10 +143,16 @@ class _Job:
     """A job that is under way: its networks, on the device, and what to measure them with."""
 
     def __init__(
-        self, out: Path, options: Options, recipe: Recipe, parts: experiment.Parts, ends: tuple[Weights, Weights]
+        self,
+        out: Path,
+        options: Options,
+        recipe: Recipe,
+        parts: experiment.Parts,
+        measured: Loaders,
+        ends: tuple[Weights, Weights],
     ) -> None:
         self.out, self.options, self.recipe = out, options, recipe
-        self.model, self.loaders = parts.model, parts.loaders
+        self.model, self.loaders, self.measured = parts.model, parts.loaders, measured
         self.start, self.end = ends
         self.curve = BezierCurve(self.start, self.end)
         self.device = flatten(self.start).device
@@ -159,15 +168,14 @@ class _Job:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        return self._evaluator(self.loaders)
+        return self._evaluator(self.measured)
 
     @cached_property
     def plane_evaluator(self) -> Evaluator:
         if self.options.plane_examples is None:
             return self.evaluator
-        batches = -(-self.options.plane_examples // self.loaders.train.batch_size)
-        train = [batch for _, batch in zip(range(batches), self.loaders.train, strict=False)]
-        return self._evaluator(SimpleNamespace(train=train, test=self.loaders.test))
+        train = list(_first(self.measured.train, self.options.plane_examples))
+        return self._evaluator(SimpleNamespace(train=train, test=self.measured.test))
 
     def _evaluator(self, loaders: Loaders) -> Evaluator:
         return Evaluator(
@@ -175,8 +183,18 @@ class _Job:
             loaders,
             autocast=self.autocast,
             channels_last=self.execution.channels_last,
+            compiled=self.execution.compile,
             capture=self.captured,
         )
+
+
+def _first(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:
+    """Yield the first examples, in batches."""
+    for inputs, targets in batches:
+        yield inputs[:examples], targets[:examples]
+        examples -= len(targets)
+        if examples <= 0:
+            return
 
 
 def _open(
@@ -198,6 +216,7 @@ def _open(
     recipe = replace(a.recipe, batch_size=options.batch_size or a.recipe.batch_size, seed=options.seed)
     options = replace(options, batch_size=recipe.batch_size)
     parts = experiment.assemble(recipe, device=device, root=root)
+    measured = experiment.assemble(replace(recipe, batch_size=MEASURED), device=device, root=root).loaders
     (epoch_a, start), (epoch_b, end) = (
         _endpoint(run, epoch, parts.model) for run, epoch in ((a, epoch_a), (b, epoch_b))
     )
@@ -214,7 +233,7 @@ def _open(
     environment = out / "environment.json"
     sessions = json.loads(environment.read_text()) if environment.exists() else []
     write_json(environment, [*sessions, runs.environment(device)])
-    return _Job(out, options, recipe, parts, (start, end))
+    return _Job(out, options, recipe, parts, measured, (start, end))
 
 
 def _endpoint(run: runs.Run, epoch: int | None, model: nn.Module) -> tuple[int, Weights]:
@@ -263,6 +282,7 @@ def _fit(job: _Job) -> Iterator[Step]:
         seed=options.seed,
         autocast=job.autocast,
         channels_last=job.execution.channels_last,
+        compiled=job.execution.compile,
         capture=job.captured,
     )
     saved, saved_at = done, time.monotonic()
