@@ -33,15 +33,13 @@ from dirprune.lab.connectivity_files import (
     profiles,
     published_curve,
 )
+from dirprune.lab.data import EVALUATION_BATCH
 from dirprune.lab.files import write_json
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.tables import read_rows, write_rows
 from dirprune.landscape import Batch, Evaluator, Loaders, Place, profile_points
 from dirprune.weights import Weights, check_alike, flatten, put, take
-
-MEASURED = 1000
-"""Examples a batch where points are measured: a divisor of the sizes of CIFAR, so that one shape has to be compiled."""
 
 _SAME = ("data", "model", "statistics", "validation")  # in two recipes whose networks can be joined
 
@@ -216,7 +214,8 @@ def _open(
     recipe = replace(a.recipe, batch_size=options.batch_size or a.recipe.batch_size, seed=options.seed)
     options = replace(options, batch_size=recipe.batch_size)
     parts = experiment.assemble(recipe, device=device, root=root)
-    measured = experiment.assemble(replace(recipe, batch_size=MEASURED), device=device, root=root).loaders
+    large = replace(recipe, batch_size=EVALUATION_BATCH)
+    measured = experiment.assemble(large, device=device, root=root).loaders
     (epoch_a, start), (epoch_b, end) = (
         _endpoint(run, epoch, parts.model) for run, epoch in ((a, epoch_a), (b, epoch_b))
     )
