@@ -144,3 +144,12 @@ def test_bad_options_are_refused() -> None:
             search(torch.eye(2), [5, 5], sum, **options)
     with pytest.raises(ValueError, match=r"at=1\.5"):
         Amc(sparsity=0.5, reward=lambda model: 0.0, at=1.5)
+    with pytest.raises(ValueError, match=r"most=0\.5"):  # and not when training is half over
+        Amc(sparsity=0.9, reward=lambda model: 0.0, most=0.5)
+
+
+def test_any_sparsity_can_be_reached_without_saying_how_sparse_a_layer_may_be() -> None:
+    model = models.build("small", 10)
+    method = Amc(sparsity=0.997, reward=lambda model: 0.0, at=0.0, warmup=1, episodes=1)
+    method.attach(model, SGD(model.parameters(), lr=0.1), steps=1, examples=1)
+    assert method.sparsity().weight_fraction == pytest.approx(0.997, abs=1e-4)

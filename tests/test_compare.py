@@ -20,7 +20,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from dirprune import GRDA
-from dirprune.lab import baselines, checkpoint, compare, comparison, recipes, runs, trials
+from dirprune.lab import baselines, checkpoint, cli_compare, compare, comparison, console, recipes, runs, trials
 from dirprune.lab.baselines import Grda, Rda, amc
 from dirprune.lab.experiment import assemble
 from dirprune.lab.ranking import Point, rank, read_at
@@ -147,6 +147,32 @@ def test_the_default_sweeps_of_rda_end_at_the_thresholds_of_grda() -> None:
         assert threshold(Rda(lam=lam), recipe, 200) == pytest.approx(ours, rel=6e-3)  # three digits of λ
 
 
+@pytest.mark.parametrize(
+    ("steps", "weight_decay", "end"),
+    [
+        (4000, 0.0, math.exp(-11)),
+        (4000, 4.7 / 400, math.exp(-11 / 8)),  # it draws the weights to the threshold
+        (4000, 1.0, math.exp(-11 / 8)),
+        (20, 0.0, 0.99**20),  # too short to be drawn so far
+    ],
+)
+def test_the_default_sweep_of_str_is_as_strong_as_the_length_and_weight_decay_ask_for(
+    steps: int, weight_decay: float, end: float
+) -> None:
+    plain = {"momentum": 0.0, "nesterov": False, "schedule": Schedule(), "epochs": steps // 10}
+    recipe = replace(SHORT, weight_decay=weight_decay, **plain)
+    decay = trials.default_sweep(trials.contestant("str"), recipe, batches=10)[1]
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=recipe.lr)
+    baselines.Str(decay=decay).attach(model, optimizer, steps=steps, examples=1)
+    [s] = optimizer.param_groups[-1]["params"]
+    start = s.item()
+    s.grad = torch.zeros_like(s)
+    for _ in range(steps):
+        optimizer.step()
+    assert s.item() / start == pytest.approx(end, rel=0.05)
+
+
 # ---- how they are ranked
 
 
@@ -174,6 +200,20 @@ def test_beyond_the_runs_nothing_is_said_but_what_the_nearest_one_gave(sparsity:
     assert (reading.sparsity, reading.is_there) == (nearest, False)
     assert reading.accuracy == {0.8: 95.0, 0.98: 90.0}[nearest]
     assert "nearest run" in reading.source
+
+
+def test_a_network_that_lost_everything_does_not_rank_its_method_where_it_was_not_run() -> None:
+    for nothing in (0.999, 1.0):
+        swept = [Point("swept", "weak", 0, 0.7, 95.0), Point("swept", "strong", 0, nothing, 10.0)]
+        measured, other = rank([*swept, *points("measured", s95=60.0)], [0.95])
+        assert (measured.method, measured.rank) == ("measured", 1)
+        assert (other.method, other.rank, other.sparsity) == ("swept", 0, 0.7)
+
+
+@pytest.mark.parametrize(("sparsity", "is_there"), [(0.9, True), (0.9985, False)])
+def test_how_near_is_near_enough_depends_on_what_is_left(sparsity: float, is_there: bool) -> None:
+    reading = read_at([Point("m", "", 0, sparsity + 0.0005, 90.0)], sparsity)
+    assert reading.is_there == is_there
 
 
 def test_the_most_accurate_comes_first_and_who_has_no_runs_around_last() -> None:
@@ -267,6 +307,12 @@ def test_runs_of_another_comparison_are_refused(tmp_path: Path) -> None:
     run(trials_of(methods=("sgd", "rigl"), seeds=2, sparsities=(0.6,)), tmp_path)  # more of the same may join
 
 
+def test_a_trial_that_cannot_begin_leaves_nothing_in_the_way_of_the_next(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'nonsense' is not known"):
+        run(trials_of(replace(SHORT, model="nonsense"), methods=("sgd",)), tmp_path)
+    assert run(trials_of(methods=("sgd",)), tmp_path)[-1].row is not None
+
+
 def test_models_that_cannot_share_compiled_code_never_use_up_the_room_for_it() -> None:
     """Without a reset torch would give up compiling at the third graph of a function."""
     [trial, *_] = trials_of(methods=("str",))
@@ -345,6 +391,12 @@ def test_layers_are_those_of_the_nearest_run(compared: Path) -> None:
         assert names == {f"gRDA, {nearest:.1%}", "RigL, 50.0%"}
 
 
+def test_of_layers_too_nearness_is_told_by_what_is_left(compared: Path) -> None:
+    weak, strong, *_ = (each for each in comparison.read(compared) if each.row.method == "grda")
+    found = [replace(each, row=replace(each.row, sparsity=s)) for each, s in ((weak, 0.7), (strong, 0.999))]
+    assert {bar.method for bar in comparison.nearest_layers(found, 0.9)} == {"gRDA, 70.0%"}
+
+
 def test_a_reward_is_measured_on_held_out_data_and_never_on_the_test_set() -> None:
     parts = assemble(replace(SHORT, validation=0.2), device=CPU, root=None)
     assert Reward(parts.loaders).images is parts.loaders.validation
@@ -407,6 +459,26 @@ def test_ctrl_c_saves_the_running_trial_and_the_same_command_goes_on(
         objects(call(*words, "--out", tmp_path / out))
     one, other = (runs.load(tmp_path / out / folder).records() for out in ("out", "whole"))
     assert numbers(one) == numbers(other)
+
+
+def test_the_table_can_be_read_at_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every method in it, and what a GPU and several seeds add."""
+    names = [name for name in trials.CONTESTANTS if name != "sgd"]
+    rows = [
+        comparison.RankRow(asked, place, name, asked, 98.76, 10.12, 3, "decay=0.0515 (79.2%) – c=1", 7300.0, 10240.0)
+        for asked in (0.8, 0.9)
+        for place, name in enumerate(names)
+    ]
+    for module in (cli_compare, console):
+        monkeypatch.setattr(module, "is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(comparison, "read", lambda _: [None])
+    monkeypatch.setattr(comparison, "ranking", lambda *_: rows)
+    monkeypatch.setattr(comparison, "notes", lambda _: [])
+    monkeypatch.setattr(comparison, "write", lambda *_: [])
+    lines = call("compare", "--no-train", "--sparsity", "0.8,0.9,0.9", "--out", tmp_path).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("98.76 ± 10.12" in line for line in lines) == len(rows)  # a line each, and no sparsity twice
 
 
 def test_published_numbers_are_drawn_without_a_run(tmp_path: Path) -> None:

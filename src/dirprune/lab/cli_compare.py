@@ -132,7 +132,9 @@ def _conclude(out: Path, sparsities: Sequence[float]) -> None:
         return
     rows = comparison.ranking(found, sparsities)
     if is_terminal():
-        show("Methods at equal sparsity of the weights", comparison.COLUMNS, [row.cells() for row in rows], left=3)
+        for sparsity in sparsities:
+            cells = [row.cells() for row in rows if row.asked_sparsity in (0.0, sparsity)]
+            show(f"\nAt {100 * sparsity:g}% of the weights zero", comparison.COLUMNS, cells, left=3)
     else:
         for row in rows:
             emit(_finite(asdict(row)))
@@ -172,7 +174,7 @@ def _fractions(option: str, text: str) -> list[float]:
         raise ValueError(
             f"{option} {text!r} is not a list of sparsities; write fractions between 0 and 1, e.g. 0.8,0.9"
         )
-    return values
+    return list(dict.fromkeys(values))
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,10 @@ def compare(
                     yield Progress(number, trial, record.epoch, note)
             except Diverged as error:
                 yield Progress(number, trial, len(run.records()), str(error))
+            except ValueError:
+                if not checkpoint.epochs(run.checkpoints):
+                    run.discard()  # it never began, and would stand in the way of what is tried instead
+                raise
             if run.outcome() is not None:
                 checkpoint.prune(run.checkpoints, keep=trial.recipe.keep, last=1)  # nobody goes back from here
         outcome = run.outcome()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dirprune.lab import comparison_plots, runs
 from dirprune.lab.comparison_plots import Curve, LayerBar, layer_bars
-from dirprune.lab.ranking import Point, rank
+from dirprune.lab.ranking import Point, distance, rank
 from dirprune.lab.report import Spread, duration
 from dirprune.lab.runs import Outcome, Run
 from dirprune.lab.tables import write_rows
@@ -105,21 +105,19 @@ class RankRow:
 
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, by `COLUMNS`."""
-        asked = f"{100 * self.asked_sparsity:g}"
         spread = Spread(self.test_accuracy, None if math.isnan(self.test_accuracy_std) else self.test_accuracy_std)
         return (
-            asked if self.rank or not self.asked_sparsity else f"{asked} (at {100 * self.sparsity:.1f})",
             str(self.rank or "–"),
-            self.method,
+            CONTESTANTS[self.method].title if self.method in CONTESTANTS else self.method,
+            self.source,
             spread.text(2),
             str(self.seeds),
-            self.source,
             duration(self.seconds),
             "–" if math.isnan(self.peak_memory_mib) else f"{self.peak_memory_mib:.0f}",
         )
 
 
-COLUMNS = ("sparsity (%)", "rank", "method", "test accuracy (%)", "seeds", "from", "a run took", "memory (MiB)")
+COLUMNS = ("rank", "method", "from", "test accuracy (%)", "seeds", "a run took", "MiB")
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ def ranking(found: Iterable[Ended], sparsities: Iterable[float]) -> list[RankRow
     rows = []
     if dense:
         accuracy = Spread.of([row.test_accuracy for row in dense])
-        rows.append(RankRow(0.0, 0, "sgd", 0.0, *_both(accuracy), len(dense), "", *_costs(dense)))
+        rows.append(RankRow(0.0, 0, "sgd", 0.0, *_both(accuracy), len(dense), "dense", *_costs(dense)))
     points = [
         Point(each.row.method, each.trial.setting, each.row.seed, each.row.sparsity, each.row.test_accuracy)
         for each in whole
@@ -213,7 +211,7 @@ def nearest_layers(found: Iterable[Ended], sparsity: float) -> list[LayerBar]:
     for each in sorted(found, key=lambda each: each.row.seed):
         if each.trial.value is not None and each.layers:
             best = nearest.setdefault(each.title, each)
-            if abs(each.row.sparsity - sparsity) < abs(best.row.sparsity - sparsity):
+            if distance(each.row.sparsity, sparsity) < distance(best.row.sparsity, sparsity):
                 nearest[each.title] = each
     return [
         LayerBar(f"{each.title}, {each.row.sparsity:.1%}", bar.layer, bar.kind, bar.sparsity)

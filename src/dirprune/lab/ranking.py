@@ -1,8 +1,8 @@
 """Methods ranked at equal sparsity.
 
 A method that was not run at a sparsity s is compared there by its two nearest runs around it, linearly in log(1 − s):
-halving what is left is one step, wherever it happens. Nothing is said beyond a method's runs: there the nearest one is
-shown, unranked.
+halving what is left is one step, wherever it happens. Nothing is said beyond a method's runs, nor between runs that are
+far apart, one of which may have lost everything: there the nearest one is shown, unranked.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from dataclasses import dataclass, replace
 
 from dirprune.lab.report import Spread
 
-EXACT = 5e-4
-"""A run this near to a sparsity is at it."""
+EXACT = 0.02
+"""A run at this `distance` from a sparsity is at it: 0.2 points at 90%, 0.04 at 98%."""
+
+APART = math.log(8)
+"""Runs at a greater `distance` from each other tell nothing about what lies between: a straight line would lead from a
+good network to one that a strong knob destroyed, and pass above methods that were measured there."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class Reading:
 class Standing:
     """A method at an asked sparsity, over its seeds; rank 0 is that of a method without runs around it.
 
-    ``sparsity`` is where the accuracy was read: the asked one, or that of the nearest runs.
+    ``sparsity`` is where the accuracy was read: the asked one, or that of the nearest runs; ``source`` names the runs
+    of the first seed.
     """
 
     asked: float
@@ -64,16 +69,25 @@ def read_at(points: Sequence[Point], sparsity: float) -> Reading:
     >>> read_at(points, 0.99).is_there
     False
     """
-    nearest = min(points, key=lambda point: abs(_left(point.sparsity) - _left(sparsity)))
-    if abs(nearest.sparsity - sparsity) <= EXACT:
+    nearest = min(points, key=lambda point: distance(point.sparsity, sparsity))
+    if distance(nearest.sparsity, sparsity) <= EXACT:
         return Reading(sparsity, nearest.accuracy, nearest.setting, is_there=True)
     below = max((p for p in points if p.sparsity < sparsity), key=lambda p: p.sparsity, default=None)
     above = min((p for p in points if p.sparsity > sparsity), key=lambda p: p.sparsity, default=None)
-    if below is None or above is None:
+    if below is None or above is None or distance(below.sparsity, above.sparsity) > APART:
         return Reading(nearest.sparsity, nearest.accuracy, f"nearest run: {_name(nearest)}", is_there=False)
-    way = (_left(sparsity) - _left(below.sparsity)) / (_left(above.sparsity) - _left(below.sparsity))
+    way = distance(below.sparsity, sparsity) / distance(below.sparsity, above.sparsity)
     accuracy = below.accuracy + way * (above.accuracy - below.accuracy)
     return Reading(sparsity, accuracy, f"{_name(below)} – {_name(above)}", is_there=True)
+
+
+def distance(one: float, other: float) -> float:
+    """Return how far apart two sparsities are: by what factor the weights left differ, as a logarithm.
+
+    >>> round(distance(0.8, 0.9) / distance(0.9, 0.95), 9)
+    1.0
+    """
+    return abs(_left(one) - _left(other))
 
 
 def rank(points: Iterable[Point], sparsities: Iterable[float]) -> list[Standing]:

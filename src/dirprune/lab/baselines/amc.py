@@ -93,8 +93,7 @@ def search(
     >>> search(torch.eye(2), [100, 100], lambda s: s[0] - s[1], sparsity=0.5, warmup=5, episodes=5)[0] > 0.5
     True
     """
-    if not check_sparsity(sparsity) <= check_sparsity(most, "most"):
-        raise ValueError(f"sparsity={sparsity} cannot be met with layers of at most most={most}; raise most")
+    _check_reachable(sparsity, most)
     if warmup < 1 or episodes < 1:
         raise ValueError(f"warmup={warmup}, episodes={episodes}: give at least one of each")
     best: list[float] = []
@@ -122,7 +121,7 @@ class Amc(Masked):
         reward: of a model, higher is better, e.g. ``lambda model: evaluate(model, held_out).accuracy``; among several
             processes it must be the same in all.
         at: when to search, as a fraction of training; 0 for a network that is already trained.
-        most: greatest sparsity of a layer.
+        most: greatest sparsity of a layer; by default 0.99, and where the target is above 0.98 half-way from it to 1.
         warmup, episodes: of random and of learning search; each calls the reward once.
         seed: of the agent.
 
@@ -143,15 +142,16 @@ class Amc(Masked):
         sparsity: float,
         reward: Callable[[nn.Module], float],
         at: float = 0.5,
-        most: float = 0.99,
+        most: float | None = None,
         warmup: int = 20,
         episodes: int = 80,
         seed: int = 0,
     ) -> None:
-        self.final = check_sparsity(sparsity)
+        self.most = max(0.99, (1 + sparsity) / 2) if most is None else most
+        _check_reachable(sparsity, self.most)
+        self.final = sparsity
         self.reward = reward
         self.at = check_fraction(at, "at")
-        self.most = most
         self.warmup = warmup
         self.episodes = episodes
         self.seed = seed
@@ -189,3 +189,9 @@ class Amc(Masked):
         """Give the model these weights under these masks."""
         for name, weight in self.layer_weights.items():
             weight.copy_(weights[name] * masks[name])
+
+
+def _check_reachable(sparsity: float, most: float) -> None:
+    """Raise unless layers of at most this sparsity can be so sparse together."""
+    if not check_sparsity(sparsity) <= check_sparsity(most, "most"):
+        raise ValueError(f"sparsity={sparsity} cannot be met with layers of at most most={most}; raise most")

@@ -108,7 +108,7 @@ def cells() -> list[PublishedCell]:
             every=_estimate("every", row),
             comparable=_estimate("comparable", row),
         )
-        for row in _rows("cells.csv")
+        for row in rows("cells.csv")
     ]
 
 
@@ -122,25 +122,25 @@ def bands(experiment: str) -> dict[tuple[Setting, str], Band]:
     if experiment not in EXPERIMENTS:
         raise ValueError(f"experiment={experiment!r} was not published; take one of {', '.join(EXPERIMENTS)}")
     groups: dict[tuple[Setting, str], list[dict[str, str]]] = {}
-    for row in _rows(f"bands_{experiment}.csv"):
+    for row in rows(f"bands_{experiment}.csv"):
         groups.setdefault((_setting(experiment, row), row["metric"]), []).append(row)
     return {
         key: Band(
-            tuple(int(row["epoch"]) for row in rows),
-            *(tuple(float(row[column]) for row in rows) for column in ("mean", "std", "min", "max")),
+            tuple(int(row["epoch"]) for row in own),
+            *(tuple(float(row[column]) for row in own) for column in ("mean", "std", "min", "max")),
         )
-        for key, rows in groups.items()
+        for key, own in groups.items()
     }
 
 
 def norm_ratios() -> list[NormRatio]:
     """Return the curves of Figure 2."""
     groups: dict[tuple[Setting, int], list[dict[str, str]]] = {}
-    for row in _rows("norm_ratios.csv"):
+    for row in rows("norm_ratios.csv"):
         groups.setdefault((_setting(row["experiment"], row), int(row["parameters"])), []).append(row)
     return [
-        NormRatio(*key, tuple(int(row["epoch"]) for row in rows), tuple(float(row["ratio"]) for row in rows))
-        for key, rows in groups.items()
+        NormRatio(*key, tuple(int(row["epoch"]) for row in own), tuple(float(row["ratio"]) for row in own))
+        for key, own in groups.items()
     ]
 
 
@@ -155,11 +155,12 @@ def costs() -> list[Cost]:
             float(row["peak_mib"]),
             row["hardware"],
         )
-        for row in _rows("costs.csv")
+        for row in rows("costs.csv")
     ]
 
 
-def _rows(name: str) -> Iterator[dict[str, str]]:
+def rows(name: str) -> Iterator[dict[str, str]]:
+    """Yield the rows of a file that lies here."""
     with resources.files(__name__).joinpath(name).open(encoding="utf-8") as file:
         yield from csv.DictReader(file)
 

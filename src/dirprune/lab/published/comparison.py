@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dirprune.lab.published import _rows
+from dirprune.lab.published import rows
 from dirprune.lab.tradeoff import SHORTCUT, STEM, Curve, LayerBar
 
 Point = tuple[float, float]
@@ -41,7 +41,7 @@ def tradeoff_curves() -> list[Curve]:
     Reference: Gale, Elsen & Hooker, "The state of sparsity in deep neural networks", 2019.
     """
     points: dict[str, list[Point]] = {label: [] for label in (*_SCHEDULES.values(), *_SWEEPS.values())}
-    for row in _rows("resnet50_imagenet_pareto.csv"):
+    for row in rows("resnet50_imagenet_pareto.csv"):
         label = _SCHEDULES[row["settings"].split(";")[0]] if row["method"] == "gRDA" else _SWEEPS[row["method"]]
         points[label].append((float(row["global_sparsity"]), 100 * float(row["top1_accuracy"])))
     kept = {label: sorted(p) if label in _SCHEDULES.values() else frontier(p) for label, p in points.items()}
@@ -70,7 +70,7 @@ def layerwise() -> list[LayerBar]:
     """
     bars = [
         LayerBar(_LAYERWISE[row["method"]], layer, _kind(layer), float(row["sparsity"]))
-        for row in _rows("resnet50_layerwise_sparsity.csv")
+        for row in rows("resnet50_layerwise_sparsity.csv")
         for layer in [row["layer"].removesuffix(".weight")]
     ]
     order = list(_LAYERWISE.values())

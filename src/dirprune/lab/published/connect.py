@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import resources
 
 from dirprune.connect import CurveProfile
+from dirprune.lab.published import rows
 from dirprune.landscape import Measurement
 
 
@@ -44,7 +42,7 @@ def find(*, data: str, model: str, c: float, mu: float) -> PublishedCurve | None
     >>> round(curve.profile.barrier, 4), curve.profile.highest.place, curve.epochs
     (0.0021, (0.1,), 300)
     """
-    for row in _rows("connect_barriers.csv"):
+    for row in rows("connect_barriers.csv"):
         if (row["data"], row["model"], float(row["c"]), float(row["mu"])) == (data, model, c, mu):
             fit = int(row["epochs"]), float(row["lr"]), float(row["momentum"])
             return PublishedCurve(data, model, c, mu, *fit, float(row["length"]), _profile(data, model, mu))
@@ -52,11 +50,6 @@ def find(*, data: str, model: str, c: float, mu: float) -> PublishedCurve | None
 
 
 def _profile(data: str, model: str, mu: float) -> CurveProfile:
-    rows = (r for r in _rows("connect_curves.csv") if (r["data"], r["model"], float(r["mu"])) == (data, model, mu))
+    own = (r for r in rows("connect_curves.csv") if (r["data"], r["model"], float(r["mu"])) == (data, model, mu))
     columns = ("train_loss", "train_error", "test_loss", "test_error")
-    return CurveProfile(tuple(Measurement((float(r["t"]),), *(float(r[name]) for name in columns)) for r in rows))
-
-
-def _rows(name: str) -> Iterator[dict[str, str]]:
-    with resources.files(__package__).joinpath(name).open(encoding="utf-8") as file:
-        yield from csv.DictReader(file)
+    return CurveProfile(tuple(Measurement((float(r["t"]),), *(float(r[name]) for name in columns)) for r in own))

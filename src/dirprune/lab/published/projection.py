@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
-from importlib import resources
+
+from dirprune.lab.published import rows
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,10 @@ def shares(data: str, model: str) -> list[PublishedShares]:
     [0.51, 0.6, 0.7]
     """
     groups: dict[tuple[float, float], list[tuple[int, float]]] = {}
-    with resources.files(__package__).joinpath("projection.csv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row["experiment"] == f"{model}-{data}":
-                point = (int(row["epoch"]), float(row["share"]))
-                groups.setdefault((float(row["mu"]), float(row["c"])), []).append(point)
+    for row in rows("projection.csv"):
+        if row["experiment"] == f"{model}-{data}":
+            point = (int(row["epoch"]), float(row["share"]))
+            groups.setdefault((float(row["mu"]), float(row["c"])), []).append(point)
     return [
         PublishedShares(c, mu, tuple(epoch for epoch, _ in points), tuple(share for _, share in points))
         for (mu, c), points in sorted(groups.items())
