@@ -278,6 +278,16 @@ def test_largest_are_found_beside_larger_negative_and_clustered_ones(basis_size:
     torch.testing.assert_close(pairs.vectors.T @ pairs.vectors, torch.eye(6).double())
 
 
+def test_no_eigenvalue_is_passed_over_at_a_loose_tolerance() -> None:
+    """The ninth and the tenth are close; a residual of 0.5% is reached by the ninth and the eleventh before them."""
+    leading = torch.tensor([22.44, 17.98, 13.29, 9.86, 9.43, 9.21, 7.67, 7.25, 6.46, 6.27, 5.67, 4.81, 4.61]).double()
+    op, vectors = with_spectrum(torch.cat([leading, 3 * torch.linspace(-1, 1, 387, dtype=torch.float64) ** 5]))
+    for seed in range(10):
+        pairs = top_eigenpairs(op, 10, tolerance=5e-3, seed=seed)
+        cosines = torch.linalg.svdvals(vectors[:, :10].T @ pairs.vectors)
+        assert cosines.min() > 0.95
+
+
 def test_magnitude_takes_both_signs() -> None:
     op, _ = with_spectrum(torch.cat([LEADING, BULK]))
     pairs = top_eigenpairs(op, 5, which="magnitude", tolerance=1e-9)

@@ -14,14 +14,14 @@ from torch.autograd.functional import hessian
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from dirprune.lab import checkpoint, recipes, runs
+from dirprune.lab import checkpoint, cli_research, recipes, runs
 from dirprune.lab.direction_plots import projection_figure
 from dirprune.lab.experiment import conduct
 from dirprune.lab.plots import save
 from dirprune.lab.projection import EigenvalueRow, ProjectionRow, project
 from dirprune.lab.published.projection import shares
 from dirprune.lab.runs import Run
-from dirprune.lab.spectrum import Lanczos, Progress, conv_precision, part_of, subject
+from dirprune.lab.spectrum import Journal, Lanczos, Progress, conv_precision, part_of, subject
 from dirprune.lab.tables import OtherSettings, read_rows
 
 CPU = torch.device("cpu")
@@ -108,16 +108,65 @@ def test_finished_epochs_are_kept_and_new_runs_are_added(trained: dict[str, Run]
         list(project(trained["sgd"], both, tmp_path, k=3, lanczos=TIGHT, device=CPU))
 
 
-def test_an_interrupted_epoch_is_measured_again(trained: dict[str, Run], tmp_path: Path) -> None:
-    events = project(trained["sgd"], [trained["grda"]], tmp_path, k=2, lanczos=TIGHT, device=CPU)
-    for event in events:
-        if isinstance(event, ProjectionRow):
-            break
-    next(events)
+class Counting:
+    """A diagonal matrix that counts its products."""
+
+    size, dtype, device = 50, torch.float32, CPU
+
+    def __init__(self) -> None:
+        self.products = 0
+
+    def __matmul__(self, vector: torch.Tensor) -> torch.Tensor:
+        self.products += 1
+        return torch.arange(50.0) * vector
+
+
+def test_an_interrupted_epoch_goes_on(trained: dict[str, Run], tmp_path: Path) -> None:
+    options = {"k": 2, "epochs": [2], "lanczos": TIGHT, "device": CPU}
+    events = project(trained["sgd"], [trained["grda"]], tmp_path, **options)
+    for _ in range(5):
+        next(events)
     events.close()
-    rows = rows_of(project(trained["sgd"], [trained["grda"]], tmp_path, k=2, lanczos=TIGHT, device=CPU))
-    whole = rows_of(project(trained["sgd"], [trained["grda"]], tmp_path / "whole", k=2, lanczos=TIGHT, device=CPU))
-    assert rows == whole
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "products-0002").glob("*.pt")}
+    assert len(kept) == 5
+    events = project(trained["sgd"], [trained["grda"]], tmp_path, **options)
+    for _ in range(6):
+        next(events)
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept  # read, not made again
+    assert len(list((tmp_path / "products-0002").glob("*.pt"))) == 6
+    whole = rows_of(project(trained["sgd"], [trained["grda"]], tmp_path / "whole", **options))
+    assert rows_of(events) == whole
+    assert not list(tmp_path.glob("products-*"))
+
+
+def test_a_journal_believes_only_products_of_the_same_vector_that_are_whole(tmp_path: Path) -> None:
+    vectors = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    first = Journal(Counting(), tmp_path)
+    made = [first @ vector for vector in vectors]
+    op = Counting()
+    again = Journal(op, tmp_path)
+    assert torch.equal(again @ vectors[0], made[0])
+    assert op.products == 0
+    torch.testing.assert_close(again @ vectors[2], made[2])  # another vector than the second was
+    assert op.products == 1
+    file = tmp_path / "epoch-0003.pt"
+    file.write_bytes(file.read_bytes()[:-1])
+    torch.testing.assert_close(again @ vectors[2], made[2])
+    assert op.products == 2
+
+
+def test_progress_is_told_where_no_bar_is_seen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [Progress("epoch 2", 7, 300, 0.01, 0.001), Progress("epoch 2", 8, 300, 0.002, 0.001)]
+    assert cli_research._collect(events, ProjectionRow, "products") == []
+    assert capsys.readouterr().err == ""  # nothing is worth a line yet
+    monkeypatch.setattr(cli_research, "QUIET", 0.0)
+    cli_research._collect(events, ProjectionRow, "products")
+    assert capsys.readouterr().err.splitlines() == [
+        "epoch 2: 7 products residual 1.0e-02",
+        "epoch 2: 8 products residual 2.0e-03",
+    ]
 
 
 def test_not_converging_is_said(trained: dict[str, Run], tmp_path: Path) -> None:

@@ -322,8 +322,9 @@ def lanczos_steps(
         # A random vector that starts and closes a space is an eigenvector, so all that remains shares its value.
         beaten = bool(_merit(column[-1], which) <= _merit(values[:k][-1], which) + 1e-6 * scale)
         rest_known = count == op.size or (closed and alone and beaten)
-        small = bool((bounds[:k] <= tolerance * scale).all())
-        done = count >= k and small and (rest_known or not closed)
+        # One more than wanted must have settled: a loose tolerance would else take a later eigenvalue for a late one.
+        small = bool((bounds[: k + 1] <= tolerance * scale).all())
+        done = small and (count >= k if rest_known else count > k and not closed)
         yield LanczosStep(values[:k], bounds[:k], scale, iteration, done, basis[:count], vectors[:, :k])
         if done:
             return

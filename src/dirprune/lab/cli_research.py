@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +12,7 @@ import typer
 from dirprune.lab.console import bar, clear_errors, emit, integers, is_terminal, say, show
 
 app = typer.Typer()
+QUIET = 10.0  # seconds without a word, where no bar is seen
 
 OutOption = Annotated[Path, typer.Option(help="Folder for tables and figures; the same command goes on with it.")]
 DataOption = Annotated[
@@ -243,7 +246,7 @@ def _collect(steps: Any, row_type: type, unit: str) -> list[Any]:
 
     rows: list[Any] = []
     with bar("", total=None, unit=unit) as advance:
-        what, done = "", 0
+        what, done, spoken = "", 0, time.monotonic()
         for step in steps:
             if isinstance(step, row_type):
                 rows.append(step)
@@ -256,6 +259,9 @@ def _collect(steps: Any, row_type: type, unit: str) -> list[Any]:
             residual = f"residual {step.residual:.1e}" if step.residual is not None else ""
             advance(step.products - done, note=residual, total=step.most)
             done = step.products
+            if not sys.stderr.isatty() and time.monotonic() - spoken >= QUIET:
+                say(f"{what}: {done} {unit} {residual}".rstrip())
+                spoken = time.monotonic()
     return rows
 
 

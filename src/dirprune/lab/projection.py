@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from dirprune.curvature import Eigenpairs
 from dirprune.direction import eigenspace_share
 from dirprune.lab import checkpoint
 from dirprune.lab.runs import Run, environment, weights_of
-from dirprune.lab.spectrum import Lanczos, Progress, Subject, leading_eigenpairs, subject
+from dirprune.lab.spectrum import Journal, Lanczos, Progress, Subject, leading_eigenpairs, subject
 from dirprune.lab.tables import read_rows, settle, write_rows
 from dirprune.weights import flatten, take
 
@@ -78,6 +79,7 @@ def project(
         ‖P(w_gRDA − w_SGD)‖ / ‖w_gRDA − w_SGD‖,    P = QQᵀ, Q the top k eigenvectors with λ > 0 of ∇²F(w_SGD)
 
     Rows are kept in projection.csv in ``out``, the eigenvalues in eigenvalues.csv; what is there is not measured again.
+    The products of an unfinished epoch are kept too, 4 bytes a weight and product, until the epoch is finished.
 
     Args:
         sgd, grdas: runs with the same initial weights and minibatches.
@@ -101,13 +103,15 @@ def project(
         if missing:
             bench = bench or subject(sgd.recipe, lanczos, device=device, root=root)
             bench.load(weights_of(sgd, epoch)[1])
-            pairs, goal = yield from leading_eigenpairs(bench.hessian, k, lanczos, what=f"epoch {epoch}")
+            journal = Journal(bench.hessian, products := out / f"products-{epoch:04d}")
+            pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what=f"epoch {epoch}")
             for run in missing:
                 done[run.folder.name] = _measure(run, epoch, bench, pairs, goal)
             spectrum = [r for r in spectrum if r.epoch != epoch] + _eigenvalues(epoch, pairs)
             write_rows(out / "eigenvalues.csv", EigenvalueRow, sorted(spectrum, key=lambda r: (r.epoch, r.index)))
             rows = [r for r in rows if r.epoch != epoch] + list(done.values())
             write_rows(out / "projection.csv", ProjectionRow, sorted(rows, key=lambda r: (r.epoch, r.run)))
+            shutil.rmtree(products)
         yield from (done[run.folder.name] for run in grdas)
 
 

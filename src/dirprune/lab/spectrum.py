@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dirprune.curvature import Eigenpairs, HessianOperator, SymmetricOperator, lanczos_steps
+from dirprune.lab import checkpoint
 from dirprune.lab.data import stratified_split
 from dirprune.lab.execution import Execution
 from dirprune.lab.experiment import assemble
@@ -65,7 +66,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Subject:
-    """A network with the Hessian of its training loss; `put` weights into it as needed."""
+    """A network with the Hessian of its training loss; `load` weights as needed."""
 
     model: nn.Module
     hessian: SymmetricOperator
@@ -122,6 +123,37 @@ class _Guarded:
             return self._op @ vector
 
 
+class Journal:
+    """An operator that keeps its products in a folder: Lanczos, begun again, reads them and goes on where it was.
+
+    A kept product is believed if its vector was the same, as judged by some of its elements. Products of blocks, which
+    end a computation, are not kept.
+    """
+
+    def __init__(self, op: SymmetricOperator, folder: Path) -> None:
+        self._op, self._folder, self._count = op, folder, 0
+        self.size, self.dtype, self.device = op.size, op.dtype, op.device
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        if vector.ndim > 1:
+            return self._op @ vector
+        self._count += 1
+        sample = vector[:: 1 + self.size // 4096].cpu()
+        product = self._kept(sample)
+        if product is None:
+            product = self._op @ vector
+            checkpoint.save(self._folder, self._count, {"sample": sample, "product": product.cpu()})
+        return product
+
+    def _kept(self, sample: Tensor) -> Tensor | None:
+        path = self._folder / f"epoch-{self._count:04d}.pt"
+        with suppress(FileNotFoundError, checkpoint.CorruptCheckpoint):
+            kept = checkpoint.load(path, map_location=self.device)
+            if torch.dist(kept["sample"].cpu(), sample) <= 1e-4 * sample.norm():
+                return torch.as_tensor(kept["product"])
+        return None
+
+
 @contextmanager
 def conv_precision(*, tf32: bool) -> Iterator[None]:
     """Allow or forbid TF32 in CUDA convolutions, and forbid it in matrix products; afterwards all is as it was.
@@ -146,4 +178,5 @@ def leading_eigenpairs(
     for step in steps:
         residual = float(step.bounds.max()) / step.scale if step.scale else 0.0
         yield Progress(what, step.iterations, lanczos.max_iterations, residual, lanczos.tolerance)
+    yield Progress(f"{what}, true residuals", 0, k)
     return step.pairs(op), lanczos.tolerance * step.scale
