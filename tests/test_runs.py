@@ -209,16 +209,23 @@ def test_commit_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path:
     source.write_text("")
     monkeypatch.setattr(runs, "__file__", str(source))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert runs.commit() == ""  # not a repository
+    commit = runs.commit.__wrapped__  # which does not remember
+    assert commit() == ""  # not a repository
     git("init", "-q")
     git("add", ".")
     git("-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-qm", "first")
     head = git("rev-parse", "--short", "HEAD")
-    assert runs.commit() == head
+    assert commit() == head
     (tmp_path / "notes").write_text("a file beside the source changes nothing")
-    assert runs.commit() == head
+    assert commit() == head
     source.write_text("changed = True\n")
-    assert runs.commit() == head + "+"
+    assert commit() == head + "+"
+
+
+def test_a_process_goes_on_under_the_commit_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = runs.commit()
+    monkeypatch.setattr(runs, "__file__", "/elsewhere/runs.py")
+    assert runs.commit() == before
 
 
 def test_weights_of_the_newest_or_of_a_given_epoch(run: Run) -> None:

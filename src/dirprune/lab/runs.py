@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -236,10 +237,12 @@ def environment(device: torch.device, world_size: int = 1) -> dict[str, Any]:
     }
 
 
+@cache
 def commit() -> str:
     """Return the commit of the source that runs, with a + if it was changed.
 
-    Outside a repository, as on a machine that was sent the source alone, it is $DIRPRUNE_COMMIT, or "".
+    It is asked for once: a process goes on with the source that it read. Outside a repository, as on a machine that was
+    sent the source alone, it is $DIRPRUNE_COMMIT, or "".
     """
     here = Path(__file__).parent
 
