@@ -47,7 +47,7 @@ LAB_FLOORS = [
     {"train", "checkpoint", "baselines", "execution", "processes", "schedules"},
     {"data", "models", "download"},
     {"imagefolder", "resident", "cifar"},
-    {"loader", "tables", "console", "files", "tradeoff"},
+    {"loader", "tables", "console", "files", "names", "tradeoff"},
 ]
 EVERYWHERE = {"torch", "triton"}
 

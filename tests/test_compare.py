@@ -308,7 +308,7 @@ def test_runs_of_another_comparison_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_trial_that_cannot_begin_leaves_nothing_in_the_way_of_the_next(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'nonsense' is not known"):
+    with pytest.raises(ValueError, match="no model 'nonsense'"):
         run(trials_of(replace(SHORT, model="nonsense"), methods=("sgd",)), tmp_path)
     assert run(trials_of(methods=("sgd",)), tmp_path)[-1].row is not None
 

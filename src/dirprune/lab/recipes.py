@@ -5,13 +5,13 @@ A recipe is data. `dirprune.lab.experiment` turns one into a model, an optimizer
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from dirprune.lab import baselines
 from dirprune.lab.execution import Execution
+from dirprune.lab.names import unknown
 from dirprune.lab.schedules import Schedule
 
 OPTIMIZERS = ("grda", "sgd")
@@ -134,9 +134,7 @@ def get(name: str) -> Recipe:
     """Return the recipe called ``name``, or say which there are."""
     if name in _RECIPES:
         return _RECIPES[name]()
-    nearest = difflib.get_close_matches(name, _RECIPES, n=1, cutoff=0.4)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"there is no recipe {name!r}.{hint} Known: {', '.join(_RECIPES)}")
+    raise unknown("recipe", name, _RECIPES)
 
 
 @recipe

@@ -6,12 +6,12 @@ preset sparsity is run at the sparsities that are asked for; one without is run 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dirprune.lab import baselines
 from dirprune.lab.experiment import make_method
+from dirprune.lab.names import unknown
 from dirprune.lab.recipes import Option, Recipe
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)
@@ -100,9 +100,7 @@ def contestant(name: str) -> Contestant:
     """Return the contestant called ``name``, or say which there are."""
     if name in CONTESTANTS:
         return CONTESTANTS[name]
-    nearest = difflib.get_close_matches(name, CONTESTANTS, n=1, cutoff=0.4)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"there is no method {name!r} to compare.{hint} Known: {', '.join(CONTESTANTS)}")
+    raise unknown("method", name, CONTESTANTS)
 
 
 @dataclass(frozen=True)

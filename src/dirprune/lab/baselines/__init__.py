@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 from dirprune.lab.baselines.amc import Amc
 from dirprune.lab.baselines.grda import Grda
 from dirprune.lab.baselines.magnitude import Magnitude
@@ -13,6 +11,7 @@ from dirprune.lab.baselines.rigl import RigL
 from dirprune.lab.baselines.sgd import Sgd
 from dirprune.lab.baselines.soft_threshold import Str
 from dirprune.lab.baselines.variational_dropout import VariationalDropout
+from dirprune.lab.names import unknown
 
 __all__ = [
     "METHODS",
@@ -41,6 +40,4 @@ def get(name: str) -> type[Method]:
     """
     if name in METHODS:
         return METHODS[name]
-    nearest = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.4)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"there is no method {name!r}.{hint} Known: {', '.join(METHODS)}")
+    raise unknown("method", name, METHODS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import re
@@ -15,6 +14,7 @@ from dirprune.lab.models.resnet import resnet18, resnet50
 from dirprune.lab.models.small import small
 from dirprune.lab.models.vgg import vgg16
 from dirprune.lab.models.wide_resnet import wide_resnet
+from dirprune.lab.names import unknown
 
 __all__ = ["NAMES", "build", "resnet18", "resnet50", "small", "vgg16", "wide_resnet"]
 
@@ -49,12 +49,7 @@ def build(name: str, classes: int) -> nn.Module:
         return _BUILDERS[name](classes)
     if wrn := re.fullmatch(r"wrn(\d+)x(\d+)", name):
         return wide_resnet(int(wrn[1]), int(wrn[2]), classes)
-    nearest = difflib.get_close_matches(name.lower(), NAMES, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    raise ValueError(
-        f"model={name!r} is not known; {hint}take one of {', '.join(NAMES)} (any wrn<depth>x<width>), "
-        "or your own as package.module:callable"
-    )
+    raise unknown("model", name, NAMES, " (any wrn<depth>x<width>), or your own as package.module:callable")
 
 
 def _build_own(spec: str, classes: int) -> nn.Module:
