@@ -435,7 +435,7 @@ def test_an_unknown_name_lists_the_known_and_the_nearest(name: str, nearest: str
 
 
 def test_a_name_near_nothing_gets_no_guess() -> None:
-    with pytest.raises(ValueError, match="'transformer'. Known: resnet18, resnet50"):
+    with pytest.raises(ValueError, match=r"'transformer'\. Known: resnet18, resnet50"):
         build("transformer", 10)
 
 
