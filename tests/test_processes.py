@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,17 @@ def forbid_writing(folder: Path) -> None:
     sys.addaudithook(refuse)
 
 
+def write_slowly(epoch: int) -> None:
+    """Make this process take its time over the checkpoint of an epoch, so that the others are ahead of it."""
+    usual = checkpoint.save
+
+    def save(folder: Path, number: int, state: checkpoint.State) -> Any:
+        time.sleep(2.0 if number == epoch else 0.0)
+        return usual(folder, number, state)
+
+    checkpoint.save = save  # type: ignore[assignment]
+
+
 def train_together(rank: int, port: int, folder: Path) -> None:
     """What each process does: two epochs, the other two, then a run that diverges in one of the processes."""
     torch.set_num_threads(1)
@@ -65,6 +77,8 @@ def train_together(rank: int, port: int, folder: Path) -> None:
     outcome: dict[str, Any] = {}
     if rank:
         forbid_writing(folder / "runs")
+    else:
+        write_slowly(epoch=2)
     with joined(CPU) as (process, device):
         outcome["process"] = [process.rank, process.world_size, process.is_first, str(device)]
         outcome["sum"] = process.sum(torch.tensor([1.0, rank])).tolist()

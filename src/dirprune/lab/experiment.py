@@ -173,6 +173,7 @@ def _conduct(
     parts = assemble(recipe, device=device, root=root, process=process)
     _check_fit(recipe, parts)
     method = make_method(recipe, Reward(parts.loaders, execution, process))
+    process.wait()  # the first one may still be writing what it was asked to stop at
     found = checkpoint.latest(run.checkpoints)
     done = _go_back(run, parts, method, found)
     process.wait()  # all have read before the first one writes
