@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -14,6 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.text import Text
 from typer.testing import CliRunner, Result
 
 import dirprune
@@ -40,6 +44,7 @@ def linear(num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
 """
 LINEAR = "cli_networks:linear"
+ROOT = Path(__file__).parent.parent
 
 
 def call(*words: object) -> Result:
@@ -398,6 +403,52 @@ def test_a_foreign_warning_stays_a_warning() -> None:
         warnings.warn("not ours", UserWarning, stacklevel=1)
 
 
+@pytest.mark.parametrize(("verb", "says"), [("tune", "Stopped."), ("score", "the same command goes on")])
+def test_ctrl_c_is_answered(
+    verb: str, says: str, trained: dict[str, tuple[Path, Result]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(follow, "device_of", interrupted)
+    result = call(verb, "digits" if verb == "tune" else trained["sgd"][0])
+    assert result.exit_code == console.INTERRUPTED
+    assert says in result.stderr
+
+
+# tables and bars
+
+
+@pytest.mark.usefixtures("_terminal")
+@pytest.mark.parametrize(
+    ("rows", "columns", "across"),
+    [(2, 12, False), (15, 10, True), (20, 3, True)],  # too wide: turned where that is narrower; not too wide
+)
+def test_a_table_takes_the_narrower_way(
+    rows: int, columns: int, across: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = [f"n{number}" for number in range(columns)]
+    console.show("a title", header, [[f"{row}.{column:06}" for column in range(columns)] for row in range(rows)])
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[1].count("┃") == columns - 1) == across
+    if not across or columns < 9:
+        assert max(map(len, lines)) <= 80
+    text = " ".join(lines)
+    assert all(f"{row}.{column:06}" in text for row in range(rows) for column in range(columns))  # whole, all of them
+
+
+def test_a_bar_keeps_its_numbers_at_a_narrow_terminal() -> None:
+    narrow = Console(file=io.StringIO(), force_terminal=True, width=80)
+    progress = Progress(*console._columns(narrow.width, "epochs"), console=narrow)
+    note = "accuracy 67.97%, 31.1% of weights zero"
+    progress.add_task("[12/57] variational-dropout beta=0.1", total=60, completed=7, note=note)
+    with narrow.capture() as captured:
+        narrow.print(progress.get_renderable())
+    (line,) = Text.from_ansi(captured.get()).plain.splitlines()
+    for words in ("[12/57] variational-dropout beta=0.1", "7/60", "epochs", "left"):
+        assert words in line
+
+
 def test_a_wrong_word_is_a_usage_error() -> None:
     assert call("train", "digits", "--optimizer", "adam").exit_code == 2
     assert call("demo", "--epochs", 0).exit_code == 2
@@ -533,11 +584,30 @@ def test_connect_and_its_table_at_a_terminal(
 
 def test_reproduce(trained: dict[str, tuple[Path, Result]]) -> None:
     result = call("reproduce", trained["grda"][0], "--results", "results")
-    assert result.exit_code == 0
-    assert "vgg16-cifar10, SGD: no run yet" in result.stdout
+    assert objects(result) == []  # digits are not published
+    assert "0 of 450 published cells" in result.stderr
     assert "digits" in result.stderr
+    assert "has no ledger.csv" not in result.stderr
     assert len(Path("results/trajectories.csv").read_text().splitlines()) == 3
     assert Path("results/ledger.csv").exists()
+
+
+def test_reproduce_for_machines_and_people(request: pytest.FixtureRequest) -> None:
+    command = ("reproduce", "--results", ROOT / "results")
+    cells = objects(call(*command))
+    (cell,) = [
+        cell
+        for cell in cells
+        if (cell["published"]["setting"]["optimizer"], cell["published"]["metric"]) == ("sgd", "test_accuracy")
+        and cell["published"]["epoch"] == 600
+    ]
+    assert cell["published"]["paper"]["mean"] == pytest.approx(90.818, abs=1e-3)
+    assert cell["mean"] == pytest.approx(sum(cell["ours"]) / len(cell["ours"]))
+    request.getfixturevalue("_terminal")
+    assert f"{len(cells)} of 450 published cells" in call(*command).stdout
+    lost = call("reproduce", "--results", "nowhere")
+    assert "vgg16-cifar10, SGD: no run yet" in lost.stdout
+    assert "nowhere has no ledger.csv; give --results" in lost.stderr
 
 
 @pytest.mark.usefixtures("_terminal")
@@ -545,4 +615,6 @@ def test_the_studies_at_a_terminal(trained: dict[str, tuple[Path, Result]]) -> N
     sgd, grda = trained["sgd"][0], trained["grda"][0]
     small = ("--examples", 100, "--max-iterations", 40, "--out")
     assert "random" in call("project", sgd, grda, "--k", 1, "--epochs", 2, *small, "p").stdout
-    assert "magnitude" in call("score", sgd, "--k", 0, "--samples", 1, *small, "s").stdout
+    scores = [line.split("│") for line in call("score", sgd, "--k", 0, "--samples", 1, *small, "s").stdout.splitlines()]
+    ks = {(words[0].strip(), words[1].strip()) for words in scores if len(words) > 1}
+    assert ks == {("magnitude", "–"), ("brain-damage", "–"), ("directional", "0")}

@@ -506,8 +506,13 @@ def test_what_the_command_cannot_do_it_says(words: list[object], message: str, t
 
 def test_without_a_run_there_is_nothing_to_show(tmp_path: Path) -> None:
     result = call("compare", "--no-train", "--out", tmp_path)
-    assert "has ended yet" in result.stderr
+    assert result.exit_code == 1
+    assert "holds no comparison" in result.stderr
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs").mkdir()
+    begun = call("compare", "--no-train", "--out", tmp_path)
+    assert begun.exit_code == 0
+    assert "has ended yet" in begun.stderr
 
 
 if torch.cuda.is_available():

@@ -128,6 +128,8 @@ def _conclude(out: Path, sparsities: Sequence[float]) -> None:
 
     found = comparison.read(out)
     if not found:
+        if not (out / "runs").is_dir():
+            raise ValueError(f"{out} holds no comparison; give its --out, or train one: dirprune compare RECIPE")
         say(f"No run in {out / 'runs'} has ended yet.")
         return
     rows = comparison.ranking(found, sparsities)

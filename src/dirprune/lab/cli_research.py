@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +10,7 @@ import typer
 from dirprune.lab.console import bar, clear_errors, emit, integers, is_terminal, say, show
 
 app = typer.Typer()
-QUIET = 10.0  # seconds without a word, where no bar is seen
+GOES_ON = "Stopped; the same command goes on."
 
 OutOption = Annotated[Path, typer.Option(help="Folder for tables and figures; the same command goes on with it.")]
 DataOption = Annotated[
@@ -28,7 +26,7 @@ PrecisionOption = Annotated[str, typer.Option(help="float32, or tf32: faster on 
 
 @app.command()
 def theory(
-    out: OutOption = Path("theory"),
+    out: Annotated[Path, typer.Option(help="Folder for the table and the figures.")] = Path("theory"),
     figures: Annotated[Path | None, typer.Option(help="Folder for the figures.", show_default="--out")] = None,
     problems: Annotated[int, typer.Option(min=1, help="Random problems to average over.")] = 20,
     runs: Annotated[int, typer.Option(min=2, help="Simulated runs for the limit law.")] = 4000,
@@ -71,7 +69,7 @@ def project(
     device: DeviceOption = "auto",
 ) -> None:
     """Measure how much of gRDA's difference from SGD lies in the leading Hessian eigenspace, along training."""
-    with clear_errors():
+    with clear_errors(GOES_ON):
         from dirprune.lab import plots, runs
         from dirprune.lab.direction_plots import projection_figure
         from dirprune.lab.follow import device_of
@@ -124,7 +122,7 @@ def score(
     device: DeviceOption = "auto",
 ) -> None:
     """Prune a trained network along its flat directions, beside magnitude pruning and optimal brain damage."""
-    with clear_errors():
+    with clear_errors(GOES_ON):
         from dirprune.lab import plots, runs
         from dirprune.lab.direction_plots import score_figure
         from dirprune.lab.follow import device_of
@@ -148,7 +146,7 @@ def score(
         figure = plots.save(score_figure(rows), out / "score.png")
         if is_terminal():
             cells = [
-                (r.method, str(r.k), f"{100 * r.sparsity:.1f}", f"{r.train_loss:.4g}", f"{r.test_accuracy:.2f}")
+                (r.method, _k(r), f"{100 * r.sparsity:.1f}", f"{r.train_loss:.4g}", f"{r.test_accuracy:.2f}")
                 for r in rows
             ]
             show("Pruned without retraining", ("method", "k", "sparsity (%)", "train loss", "test accuracy (%)"), cells)
@@ -179,7 +177,7 @@ def connect(
     device: DeviceOption = "auto",
 ) -> None:
     """Join two networks by a curve of low loss; profile it, and draw the plane it lies in."""
-    with clear_errors():
+    with clear_errors(GOES_ON):
         import json
         from contextlib import closing
 
@@ -229,13 +227,24 @@ def reproduce(
 ) -> None:
     """Compare our runs with the paper's CIFAR tables, cell by cell."""
     with clear_errors():
+        from dataclasses import asdict
+
         from dirprune.lab import ledger, reproduction_page
         from dirprune.lab import reproduce as comparing
 
         if run:
             for line in ledger.collect(run, results):
                 say(line)
-        print(comparing.text(comparing.compare(results)))
+        cells = comparing.compare(results)
+        if is_terminal():
+            print(comparing.text(cells))
+        else:
+            for cell in cells:
+                if not cell.missing:
+                    emit({**asdict(cell), "mean": cell.mean, "deviation": cell.deviation})
+            say(comparing.summary(cells))
+        if not (results / "ledger.csv").exists():
+            say(f"{results} has no ledger.csv; give --results, or add runs: dirprune reproduce RUN...")
         if page:
             say(f"page: {reproduction_page.write_page(results, docs)}")
 
@@ -246,10 +255,11 @@ def _collect(steps: Any, row_type: type, unit: str) -> list[Any]:
 
     rows: list[Any] = []
     with bar("", total=None, unit=unit) as advance:
-        what, done, spoken = "", 0, time.monotonic()
+        what, done = "", 0
         for step in steps:
             if isinstance(step, row_type):
                 rows.append(step)
+                advance(0, note=f"{len(rows)} measured")
                 if not is_terminal():
                     emit(asdict(step))  # type: ignore[call-overload]
                 continue
@@ -259,11 +269,13 @@ def _collect(steps: Any, row_type: type, unit: str) -> list[Any]:
             residual = f"residual {step.residual:.1e}" if step.residual is not None else ""
             advance(step.products - done, note=residual, total=step.most)
             done = step.products
-            if not sys.stderr.isatty() and time.monotonic() - spoken >= QUIET:
-                say(f"{what}: {done} {unit} {residual}".rstrip())
-                spoken = time.monotonic()
     return rows
 
 
 def _yes(flag: bool) -> str:
     return "yes" if flag else "no"
+
+
+def _k(row: Any) -> str:
+    """Return how many eigenvectors a row of `score` knows; its other methods know of none."""
+    return str(row.k) if row.method == "directional" else "–"

@@ -6,9 +6,11 @@ import json
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import typer
@@ -24,10 +26,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 INTERRUPTED = 130
+QUIET = 10.0  # seconds without a word, where no bar is seen
 
 
 def is_terminal() -> bool:
@@ -48,11 +51,17 @@ def emit(values: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def clear_errors() -> Iterator[None]:
-    """Show what the user can mend as one message, without a traceback; DIRPRUNE_TRACEBACK=1 shows that too."""
+def clear_errors(stopped: str = "Stopped.") -> Iterator[None]:
+    """Show what the user can mend as one message, without a traceback; DIRPRUNE_TRACEBACK=1 shows that too.
+
+    Ctrl-C, where nobody else listens for it, says ``stopped``.
+    """
     try:
         with _clear_warnings():
             yield
+    except KeyboardInterrupt:
+        say(stopped)
+        raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         ours = isinstance(error, ValueError | OSError) or _is_ours(type(error))
         if not ours or os.environ.get("DIRPRUNE_TRACEBACK") == "1":
@@ -88,13 +97,17 @@ def _message(error: Exception) -> str:
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table, on its side where it is too wide; the first ``left`` columns are words, the others numbers."""
+    """Print a table, on its side where it is too wide and that is narrower.
+
+    The first ``left`` columns are words, the others numbers.
+    """
     console = Console(width=None if is_terminal() else 200)
     upright = [columns, *rows]
+    width = partial(_least_width, console)
     table = _table(title, upright, left)
-    if _least_width(console, table) > console.width:
-        table = _table(title, list(zip(*upright, strict=True)), 1)
-        console.width = max(console.width, _least_width(console, table))  # better broken lines than lost numbers
+    if width(table) > console.width:
+        table = min(table, _table(title, list(zip(*upright, strict=True)), 1), key=width)
+        console.width = max(console.width, width(table))  # better broken lines than lost numbers
     console.print(table)
 
 
@@ -149,19 +162,35 @@ class _Clock(ProgressColumn):
         return Text.assemble(TimeRemainingColumn().render(task), " left")
 
 
+class _Note(ProgressColumn):
+    """What there is to say besides, cut where the terminal is too narrow for it."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["note"], no_wrap=True, overflow="ellipsis")
+
+
+def _columns(width: int, unit: str) -> list[ProgressColumn]:
+    """Return the columns of a bar; where they do not fit, the note gives way, then the bar, but never the numbers."""
+    return [
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=min(40, width // 8)),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TextColumn(unit),
+        _Clock(table_column=Column(no_wrap=True)),
+        _Note(),
+    ]
+
+
 @contextmanager
 def bar(description: str, total: float | None, *, unit: str = "") -> Iterator[Callable[..., None]]:
-    """Show a progress bar at a terminal; gives ``advance(count, note="…", total=…, restart="new description")``."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        _Clock(),
-        TextColumn("{task.fields[note]}"),
-    )
+    """Show a progress bar at a terminal, and elsewhere a line every ten seconds.
+
+    Gives ``advance(count, note="…", total=…, restart="new description")``.
+    """
     console = Console(stderr=True)
     hidden = not console.is_terminal
+    columns = _columns(console.width, unit)
+    spoken = time.monotonic()
     # Results must reach stdout, which may be a file while the bar is at a terminal.
     with Progress(*columns, console=console, disable=hidden, transient=True, redirect_stdout=False) as progress:
         task = progress.add_task(description, total=total, note="")
@@ -169,6 +198,7 @@ def bar(description: str, total: float | None, *, unit: str = "") -> Iterator[Ca
         def advance(
             count: float = 1, note: str | None = None, total: float | None = None, restart: str | None = None
         ) -> None:
+            nonlocal spoken
             if restart is not None:
                 progress.reset(task, description=restart, note="")
             changes: dict[str, Any] = {"advance": count}
@@ -177,8 +207,18 @@ def bar(description: str, total: float | None, *, unit: str = "") -> Iterator[Ca
             if total is not None:
                 changes["total"] = total
             progress.update(task, **changes)
+            if hidden and time.monotonic() - spoken >= QUIET:
+                say(_line(progress.tasks[task], unit))
+                spoken = time.monotonic()
 
         yield advance
+
+
+def _line(task: Task, unit: str) -> str:
+    """Return a bar in words: "epoch 5: 12/300 products, residual 1.9e-04"."""
+    numbers = [task.completed] if task.total is None else [task.completed, task.total]
+    counted = f"{'/'.join(f'{round(number, 1):.10g}' for number in numbers)} {unit}".rstrip()
+    return f"{task.description}: {', '.join(filter(None, (counted, task.fields['note'])))}"
 
 
 def integers(option: str, text: str) -> list[int]:
