@@ -299,6 +299,9 @@ def test_another_job_and_other_files_are_never_overwritten(
         start(*pair, out, replace(SMALL, epochs=3))
     with pytest.raises(runs.RunExists, match=r"network_a='gRDA c=0\.02 μ=0\.7' there and 'SGD' here"):
         start(pair[1], pair[0], out)
+    with pytest.raises(runs.RunExists) as refusal:
+        start(pair[1], pair[0], out)
+    assert "weights_" not in str(refusal.value)  # hashes tell nobody anything
     for other in (pair[0], out / "figures"):
         with pytest.raises(runs.RunExists, match="is no job"):
             start(*pair, other)

@@ -114,9 +114,10 @@ def test_a_default_name_tells_settings_apart_and_is_never_taken_twice(tmp_path: 
 
 
 def test_what_is_not_a_run_is_refused(run: Run, tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(FileNotFoundError, match=r"is not a run: it has no config.json; `dirprune train` makes one"):
-            runs.load(folder)
+    with pytest.raises(FileNotFoundError, match=r"is not a run: it has no config.json; `dirprune train` makes one"):
+        runs.load(tmp_path / "missing")
+    with pytest.raises(FileNotFoundError, match=rf"is not a run: it has no config.json; in it are {run.folder}"):
+        runs.load(run.folder.parent)
     config = run.folder / "config.json"
     values = json.loads(config.read_text())
     for text in ("{", "[]", json.dumps({"name": "digits"}), json.dumps(values | {"schedule": "constant"})):

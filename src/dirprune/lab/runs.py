@@ -202,7 +202,9 @@ def load(folder: Path) -> Run:
     """Open a run that is there."""
     config = folder / "config.json"
     if not config.is_file():
-        raise FileNotFoundError(f"{folder} is not a run: it has no config.json; `dirprune train` makes one")
+        inside = sorted(str(path.parent) for path in folder.glob("*/config.json"))
+        remedy = f"in it are {', '.join(inside)}" if inside else "`dirprune train` makes one"
+        raise FileNotFoundError(f"{folder} is not a run: it has no config.json; {remedy}")
     try:
         return Run(folder, Recipe.from_dict(json.loads(config.read_text())))
     except (json.JSONDecodeError, KeyError, TypeError) as error:
