@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from dirprune import GRDA
 
@@ -62,6 +65,12 @@ def sharded() -> tuple[nn.Module, GRDA]:
     return model, GRDA(model.parameters(), **OPTIONS)
 
 
+def gather_gradients(optimizer: Optimizer, *_: Any) -> None:
+    """Give every process the whole gradient, where it holds a shard of the parameter."""
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = p.grad.redistribute(p.device_mesh, [Replicate()])
+
+
 def run_ddp(rank: int, folder: Path) -> None:
     model = DistributedDataParallel(network())
     optimizer = GRDA(model.parameters(), **OPTIONS)
@@ -71,8 +80,13 @@ def run_ddp(rank: int, folder: Path) -> None:
 
 def run_fsdp(rank: int, folder: Path) -> None:
     model, optimizer = sharded()
-    train(model, optimizer, range(12), rank, 2)
+    gathering = optimizer.register_step_pre_hook(gather_gradients)
+    train(model, optimizer, range(2), rank, 2)
+    gathering.remove()
+    train(model, optimizer, range(2, 12), rank, 2)
     assert_equals_alone(model, 12)
+    with pytest.raises(ValueError, match="not sharded as the parameter is"):
+        optimizer.load_state_dict(alone(1)[1].state_dict())
 
 
 def run_fsdp_save(rank: int, folder: Path) -> None:
@@ -104,6 +118,9 @@ def worker(rank: int, job: Callable[[int, Path], None], folder: Path, rendezvous
         job(rank, folder)
     finally:
         dist.destroy_process_group()
+    # Without the interpreter's own shutdown: gloo's threads may still be about to let go of the last collective's
+    # tensors, for which they need an interpreter, and abort the process when it is gone.
+    os._exit(0)
 
 
 def spawn(job: Callable[[int, Path], None], folder: Path) -> None:

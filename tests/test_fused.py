@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -271,29 +272,58 @@ def other_weights(optimizer: GRDA, p: nn.Parameter) -> None:
     p.data = p.data.clone()
 
 
-def momentum_off(optimizer: GRDA, p: nn.Parameter) -> None:
-    optimizer.param_groups[0]["momentum"] = 0.0
+def option(name: str, value: Any) -> Any:
+    return lambda optimizer, p: optimizer.param_groups[0].update({name: value})
+
+
+def rate_in_a_tensor(optimizer: GRDA, p: nn.Parameter) -> None:
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.4, device=DEVICE)
 
 
 @pytest.mark.parametrize("path", FUSED)
 @pytest.mark.parametrize(
     "change",
-    [replaced_accumulator, cleared_state, loaded_state, transposed_gradient, other_weights, momentum_off],
+    [
+        replaced_accumulator,
+        cleared_state,
+        loaded_state,
+        transposed_gradient,
+        other_weights,
+        rate_in_a_tensor,
+        option("lr", 0.4),
+        option("momentum", 0.0),
+        option("c", 0.2),
+        option("mu", 0.8),
+        option("weight_decay", 0.1),
+        option("nesterov", True),
+        option("maximize", True),
+    ],
 )
 def test_the_table_follows_what_changes_between_steps(path: dict[str, Any], change: Any) -> None:
     results = []
     for options in (path, {"foreach": False, "fused": False}):
-        p = nn.Parameter(torch.arange(6.0, device=DEVICE).view(2, 3))
+        p = nn.Parameter(torch.arange(5.0, 11.0, device=DEVICE).view(2, 3))
         optimizer = GRDA([p], lr=0.1, c=0.05, momentum=0.5, **options)
         p.grad = torch.arange(6.0, device=DEVICE).view(2, 3)  # stays where it is, so that the table is kept
         for step in range(6):
             if step == 3:
                 change(optimizer, p)
             optimizer.step()
-        results.append((p.detach(), optimizer.state[p]["accumulator"], float(optimizer.state[p]["step"])))
-    torch.testing.assert_close(results[0][0], results[1][0])
-    torch.testing.assert_close(results[0][1], results[1][1])
-    assert results[0][2] == results[1][2]
+        results.append([p.detach(), *(optimizer.state[p][key].cpu() for key in ("accumulator", "step", "threshold"))])
+        assert p.any()
+    for fused, single in zip(*results, strict=True):
+        torch.testing.assert_close(fused, single)
+
+
+def test_what_a_table_points_to_is_kept() -> None:
+    """Another step count could else take the place and the identity of one that is gone, and pass for it."""
+    p = nn.Parameter(torch.ones(3, device=DEVICE))
+    p.grad = torch.ones_like(p)
+    optimizer = GRDA([p], fused=True)
+    optimizer.step()
+    kept = [weakref.ref(tensor) for tensor in optimizer.state[p].values()]
+    optimizer.state.clear()
+    assert all(reference() is not None for reference in kept)
 
 
 def test_empty_parameters_that_take_turns_keep_their_own_count() -> None:
@@ -303,6 +333,32 @@ def test_empty_parameters_that_take_turns_keep_their_own_count() -> None:
         a.grad, b.grad = (torch.empty(0, device=DEVICE), None) if first else (None, torch.empty(0, device=DEVICE))
         optimizer.step()
     assert [float(optimizer.state[p]["step"]) for p in (a, b)] == [1, 2]
+
+
+def test_a_state_loaded_from_another_memory_layout() -> None:
+    values = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    results = []
+    for options in ({"fused": True}, {"foreach": False, "fused": False}):
+        source, target = nn.Parameter(values.to(memory_format=torch.channels_last)), nn.Parameter(values.clone())
+        first, second = GRDA([source], momentum=0.9, **options), GRDA([target], **options)
+        for optimizer, p in ((first, source), (second, target)):
+            p.grad = values.sin()
+            optimizer.step()
+        second.load_state_dict(first.state_dict())
+        second.step()
+        results.append(target.detach())
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_the_default_device_does_not_matter() -> None:
+    results = []
+    for device in ("meta", "cpu"):  # on the first, whatever were made there would have no values
+        p = nn.Parameter(torch.ones(5, device=DEVICE))
+        p.grad = torch.ones_like(p)
+        with torch.device(device):
+            GRDA([p], lr=0.1, c=0.1, fused=True).step()
+        results.append(p.detach())
+    torch.testing.assert_close(results[0], results[1])
 
 
 def test_a_copy_steps_on_its_own() -> None:

@@ -12,6 +12,7 @@ import reference
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dirprune import GRDA, prunable_groups
 from dirprune.update import grow_thresholds
@@ -129,6 +130,30 @@ def test_c_zero_is_sgd_bit_for_bit(options: dict[str, Any], foreach: bool, dtype
     assert_same(ours, theirs)
 
 
+class Recorder(TorchDispatchMode):
+    """Notes the operations on tensors of more than one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(args[0], Tensor) and args[0].numel() > 1:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_default_on_the_cpu_is_two_passes_without_temporaries() -> None:
+    params = [nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(32))]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = GRDA(params, c=0.1)
+    optimizer.step()  # makes the state
+    with Recorder() as recorder:
+        optimizer.step()
+    assert recorder.names == ["aten.add_.Tensor", "aten.softshrink.out"] * 2
+
+
 def test_mu_one_is_l1_rda() -> None:
     # Xiao (2010): w = soft threshold of w₀ − γ Σ g at nγλ.
     lam, lr, steps = 0.03, 0.05, 80
@@ -200,11 +225,11 @@ def test_gradients_are_left_untouched(path: dict[str, Any], options: dict[str, A
     for p, grad in zip(params, grads, strict=True):
         p.grad = grad.clone()
     state = torch.get_rng_state()
-    optimizer.step()
-    optimizer.step()
+    for _ in range(3):
+        optimizer.step()
+        for p, grad in zip(params, grads, strict=True):  # each time: two changes of sign leave no trace
+            torch.testing.assert_close(p.grad, grad, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), state)
-    for p, grad in zip(params, grads, strict=True):
-        torch.testing.assert_close(p.grad, grad, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -291,6 +316,38 @@ def test_loading_keeps_the_memory_and_the_kind_of_rate_it_has() -> None:
     assert float(optimizer.state[params[0]]["step"]) == 3
 
 
+def test_groups_that_share_a_rate_tensor_load_rates_of_their_own() -> None:
+    def groups() -> list[dict[str, Any]]:
+        return [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)]
+
+    saved = GRDA(groups(), lr=0.5).state_dict()
+    rate = torch.tensor(0.1)
+    optimizer = GRDA(groups(), lr=rate)
+    optimizer.load_state_dict(saved)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
+    rate.fill_(0.25)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.25]  # still one tensor
+    saved["param_groups"][1]["lr"] = 2.0
+    optimizer.load_state_dict(saved)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_loaded_state_takes_the_memory_layout_of_the_parameter(stepped: bool) -> None:
+    values = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    source, target = nn.Parameter(values.to(memory_format=torch.channels_last)), nn.Parameter(values.clone())
+    first, second = GRDA([source], momentum=0.9), GRDA([target])
+    source.grad, target.grad = values.clone(), values.clone()
+    first.step()
+    if stepped:  # a state is there already, without a momentum buffer and in a layout that the parameter had
+        second.step()
+        target.data = target.data.transpose(2, 3).contiguous().transpose(2, 3)
+    second.load_state_dict(first.state_dict())
+    for key in ("accumulator", "momentum_buffer"):
+        assert second.state[target][key].stride() == target.stride()
+        assert torch.equal(second.state[target][key], first.state[source][key])
+
+
 def test_low_precision_parameters_have_a_float32_accumulator() -> None:
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = GRDA([p], lr=1.0, c=0.0)
@@ -299,6 +356,33 @@ def test_low_precision_parameters_have_a_float32_accumulator() -> None:
         optimizer.step()
     assert optimizer.state[p]["accumulator"].dtype == torch.float32
     assert p.tolist() == [0.75] * 4
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_steps_too_small_for_half_precision_add_up(path: dict[str, Any]) -> None:
+    p = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    optimizer = GRDA([p], lr=1e-4, c=0.0, **path)
+    p.grad = torch.full_like(p, 2.0**-13)  # times the rate: less than the smallest number in float16
+    for _ in range(100):
+        optimizer.step()
+    expected = torch.full((4,), -100 * 1e-4 * 2.0**-13)
+    torch.testing.assert_close(optimizer.state[p]["accumulator"], expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_default_device_does_not_matter(path: dict[str, Any]) -> None:
+    results = []
+    for device in ("meta", "cpu"):  # on the first, whatever were made there would have no values
+        params = [nn.Parameter(torch.full((n,), -0.1)) for n in (3, 4099)]
+        for p in params:
+            p.grad = torch.ones_like(p)
+        with torch.device(device):
+            optimizer = GRDA(params, lr=0.1, c=0.1, momentum=0.9, **path)
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
+        results.append(params)
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
@@ -416,16 +500,21 @@ def test_a_tensor_learning_rate(path: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "scheduler"),
+    ("dtype", "options", "scheduler"),
     [
-        ({}, lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))),
-        ({"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, lambda o: lr_scheduler.OneCycleLR(o, 0.2, 30)),
+        (torch.float32, {}, lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))),
+        (torch.bfloat16, {"weight_decay": 0.7}, lambda o: lr_scheduler.ExponentialLR(o, 0.9)),
+        (
+            torch.float32,
+            {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+            lambda o: lr_scheduler.OneCycleLR(o, 0.2, 30),
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, about other code
-def test_a_compiled_step(options: dict[str, Any], scheduler: Callable[[Any], Any]) -> None:
+def test_a_compiled_step(dtype: torch.dtype, options: dict[str, Any], scheduler: Callable[[Any], Any]) -> None:
     torch.compiler.reset()
-    plain, compiled = parameters(), parameters()
+    plain, compiled = parameters(dtype), parameters(dtype)
     optimizers = [GRDA(params, lr=0.1, c=0.05, **options) for params in (plain, compiled)]
     schedulers = [scheduler(optimizer) for optimizer in optimizers]
     step = torch.compile(optimizers[1].step, backend="aot_eager")
@@ -439,17 +528,19 @@ def test_a_compiled_step(options: dict[str, Any], scheduler: Callable[[Any], Any
             s.step()
     for p, q in zip(plain, compiled, strict=True):
         torch.testing.assert_close(p, q)
+        accumulators = optimizers[0].state[p]["accumulator"], optimizers[1].state[q]["accumulator"]
+        torch.testing.assert_close(*accumulators, rtol=1e-5, atol=1e-6)
     assert float(optimizers[1].state[compiled[0]]["step"]) == 8
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_memory_layouts(path: dict[str, Any]) -> None:
-    values = torch.randn(4, 3, 5, 5)
+    values = torch.randn(4, 8, 4, 4, generator=torch.Generator().manual_seed(0))
     layouts = [
         values.clone(),
         values.clone().to(memory_format=torch.channels_last),
-        torch.empty(5, 5, 3, 4).permute(3, 2, 0, 1).copy_(values),
-        torch.empty(4, 3, 5, 10)[..., ::2].copy_(values),
+        torch.empty(4, 4, 8, 4).permute(3, 2, 0, 1).copy_(values),
+        torch.empty(4, 8, 4, 8)[..., ::2].copy_(values),
     ]
     assert not any(layout.is_contiguous() for layout in layouts[1:])
     results = []
@@ -461,6 +552,8 @@ def test_memory_layouts(path: dict[str, Any]) -> None:
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
             optimizer.step()
         assert p.stride() == strides
+        assert (p == 0).sum() > 10
+        assert not torch.signbit(p[p == 0]).any()
         results.append(p.detach())
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
@@ -491,11 +584,14 @@ def test_sparse_gradients_equal_dense_ones(path: dict[str, Any], options: dict[s
         ({"lr": torch.tensor([0.1, 0.2])}, ["lr", "one element"]),
         ({"c": -1.0}, ["c=-1.0", "≥ 0"]),
         ({"c": math.nan}, ["c=nan"]),
+        ({"c": math.inf}, ["c=inf", "finite"]),
         ({"mu": 0.0}, ["mu=0.0", "> 0"]),
         ({"mu": math.nan}, ["mu=nan"]),
+        ({"mu": math.inf}, ["mu=inf", "finite"]),
         ({"momentum": 1.0}, ["momentum=1.0", "[0, 1)"]),
         ({"momentum": -0.1}, ["momentum=-0.1"]),
         ({"weight_decay": -1e-4}, ["weight_decay=-0.0001"]),
+        ({"weight_decay": math.nan}, ["weight_decay=nan"]),
         ({"nesterov": True}, ["nesterov", "momentum=0.9"]),
         ({"foreach": True, "fused": True}, ["foreach", "fused"]),
         ({"fused": True}, ["fused=True", "cpu", "fused=None"]),
@@ -552,6 +648,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         (sgd.state_dict(), "no c, mu"),
         (without_threshold, "no threshold for parameter 1"),
         (changed(before, threshold=torch.tensor(math.nan)), "threshold=nan for parameter 1"),
+        (changed(before, momentum_buffer=torch.ones(3)), r"momentum_buffer of shape \(3,\) for parameter 1"),
         (changed(before, step=torch.ones(2)), r"step=\[1.0, 1.0\] for parameter 1"),
         ({"state": before["state"]}, "has the keys"),
     ]:
@@ -567,11 +664,15 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         assert all(torch.equal(after["state"][index][key], value) for key, value in state.items())
 
 
+class BatchNormAct2d(nn.BatchNorm2d):
+    """A normalisation by what it is, whatever its name: timm has one like this."""
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, 2, 3)
-        self.bn = nn.BatchNorm2d(2)
+        self.bn = BatchNormAct2d(2)
         self.norm = nn.LayerNorm(4)
         self.attention = nn.MultiheadAttention(4, 2)
         self.head = nn.Linear(4, 2)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -69,6 +72,28 @@ def test_what_there_is_nothing_of() -> None:
     report = sparsity(odd)
     assert (report.zeros, report.total) == (1, 1)
     assert "scalar" in str(report)
+
+
+def test_what_is_not_a_number_is_not_zero() -> None:
+    assert sparsity({"weight": torch.tensor([0.0, float("nan"), float("inf")])}).zeros == 1
+
+
+def test_the_host_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+
+        def call(tensor: torch.Tensor, *args: Any) -> Any:
+            waits.append(name)
+            return original(tensor, *args)
+
+        return call
+
+    for name in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name))
+    assert sparsity(network()).zeros == 44
+    assert waits == ["tolist"]
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -241,18 +241,19 @@ class Launcher:
         """Return which tensor, and which chunk of it, each program takes; and how many programs each tensor has."""
         if (device, sizes) not in self._maps:
             _refuse_capture(device)
-            counts = torch.tensor([-(-size // CHUNK) for size in sizes])
             # A tensor without elements still steps: one program for it, all of whose elements are masked.
-            counts.clamp_(min=1)
-            tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-            index = torch.cat([torch.arange(int(count)) for count in counts])
-            arrivals = torch.zeros(len(sizes))
-            self._maps[device, sizes] = tuple(t.to(device, torch.int32) for t in (tensor, index, counts, arrivals))
+            counts = [max(1, -(-size // CHUNK)) for size in sizes]
+            tensor = [t for t, count in enumerate(counts) for _ in range(count)]
+            index = [i for count in counts for i in range(count)]
+            arrivals = [0] * len(sizes)
+            self._maps[device, sizes] = tuple(
+                torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (tensor, index, counts, arrivals)
+            )
         return self._maps[device, sizes]
 
     def _send(self, cells: list[int], device: torch.device) -> Tensor:
         """Return the cells on the device; only a capture has the host wait for that."""
-        host = torch.tensor(cells, dtype=torch.int64)
+        host = torch.tensor(cells, dtype=torch.int64, device="cpu")
         if device.type != "cuda":
             return host
         spares = self._spare.setdefault(len(cells), [])

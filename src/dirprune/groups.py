@@ -29,7 +29,7 @@ def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias",
     norms = {
         f"{name}.{leaf}" if name else leaf
         for name, module in model.named_modules()
-        if re.search(r"norm(\dd)?$", type(module).__name__, re.IGNORECASE)
+        if any(re.search(r"norm(\dd)?$", kind.__name__, re.IGNORECASE) for kind in type(module).__mro__)
         for leaf, _ in module.named_parameters(recurse=False)
     }
     names = [name for name, _ in model.named_parameters()]

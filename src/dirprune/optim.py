@@ -119,12 +119,12 @@ class GRDA(Optimizer):
             placed.update(_place_states(self.param_groups, final))
 
         def restore(_: Optimizer) -> None:
+            rates = [float(group["lr"]) for group in self.param_groups]
             for group, own in zip(self.param_groups, machine, strict=True):
                 for key in _MATHEMATICS:
                     group.setdefault(key, self.defaults[key])
-                loaded = float(group["lr"])
                 group.update(own)
-                _set_lr(group, loaded)
+            _set_lrs(self.param_groups, rates)
             for p, state in placed.items():
                 _put_state(self.state[p], before.get(p, {}), state)
 
@@ -303,16 +303,21 @@ def _place_lr(group: dict[str, Any]) -> None:
         group["lr"] = lr = lr.reshape(())
     if group["capturable"] and group["params"]:
         dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
-        group["lr"] = torch.as_tensor(lr, dtype=dtype).to(group["params"][0].device)  # the caller's own, if it can be
+        device = group["params"][0].device
+        group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)  # the caller's own, if it can be
 
 
-def _set_lr(group: dict[str, Any], lr: float) -> None:
-    """Set the rate, in its tensor if it has one: a captured graph reads it there."""
-    if isinstance(group["lr"], Tensor):
-        with torch.no_grad():
-            group["lr"].fill_(lr)
-    else:
-        group["lr"] = lr
+def _set_lrs(groups: list[dict[str, Any]], rates: list[float]) -> None:
+    """Set the groups' rates, in their tensors if they have them: a captured graph reads them there."""
+    taken: dict[int, float] = {}
+    for group, rate in zip(groups, rates, strict=True):
+        lr = group["lr"]
+        if not isinstance(lr, Tensor):
+            group["lr"] = rate
+        elif taken.setdefault(lr.data_ptr(), rate) == rate:
+            lr.detach().fill_(rate)
+        else:  # groups that shared one tensor, and from now on do not have one rate
+            group["lr"] = torch.full_like(lr, rate)
 
 
 def _place_states(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
@@ -328,11 +333,12 @@ def _place_states(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> d
 
 def _place_state(saved: dict[str, Any], p: Tensor, scalar_device: torch.device) -> dict[str, Any]:
     placed: dict[str, Any] = {}
-    for key in (*_PER_ELEMENT, *_PER_PARAMETER):
+    for key in _PER_ELEMENT:
         if saved.get(key) is not None:
-            device = scalar_device if key in _PER_PARAMETER else p.device
-            dtype = torch.float64 if key in _PER_PARAMETER else accumulator_dtype(p)
-            placed[key] = torch.as_tensor(saved[key]).detach().to(device, dtype, copy=True)
+            # In the parameter's memory layout, not in that of the model it was saved from: the kernel counts on it.
+            placed[key] = torch.empty_like(p.detach(), dtype=accumulator_dtype(p)).copy_(saved[key].detach())
+    for key in _PER_PARAMETER:
+        placed[key] = torch.as_tensor(saved[key], dtype=torch.float64, device=scalar_device).detach().clone()
     return placed
 
 
@@ -341,8 +347,12 @@ def _put_state(state: dict[str, Any], before: dict[str, Any], loaded: dict[str, 
     state.clear()
     for key, value in loaded.items():
         own = before.get(key)
-        fits = own is not None and (own.shape, own.dtype, own.device) == (value.shape, value.dtype, value.device)
+        fits = own is not None and _kind(own) == _kind(value)
         state[key] = own.copy_(value) if fits else value  # type: ignore[union-attr]
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -414,7 +424,7 @@ def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor) -> None:
     if absent:
         raise ValueError(f"state_dict has no {', '.join(absent)} for parameter {name}: not a state of GRDA's")
     for key in _PER_PARAMETER:
-        value = torch.as_tensor(state[key])
+        value = torch.as_tensor(state[key], device="cpu")
         if value.numel() != 1 or value.dim() or not 0 <= float(value) < math.inf:
             raise ValueError(f"state_dict has {key}={value.tolist()} for parameter {name}; it is one finite number ≥ 0")
     for key in _PER_ELEMENT:

@@ -129,7 +129,7 @@ def sparsity(model: nn.Module | Mapping[str, Tensor]) -> SparsityReport:
         tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         counts.extend(_counts(tensor.detach(), output_dims.get(name, 0)))
     devices = {count.device for count in counts}
-    if len(devices) > 1:  # a model spread over devices: one synchronisation for each
+    if len(devices) > 1:  # a model spread over devices: a synchronisation for each count
         counts = [count.cpu() for count in counts]
     numbers = iter(torch.stack(counts).tolist() if counts else [])
     return SparsityReport(tuple(_layer(name, p, output_dims.get(name, 0), numbers) for name, p in parameters.items()))
