@@ -180,7 +180,8 @@ class Launcher:
         moved: list[tuple[Tensor, ...]] = []
         numbers = (lr.data_ptr() if isinstance(lr, Tensor) else lr, c, mu, momentum, nesterov, weight_decay, maximize)
         state = (accumulators, buffers or accumulators, steps, thresholds)
-        signature = (numbers, _stream(device), *_whereabouts(params, grads, accumulators, buffers, steps, thresholds))
+        where = _whereabouts((params, grads, accumulators, buffers), (steps, thresholds))
+        signature = (numbers, _stream(device), *where)
         if signature != self._signature:
             scalars = [0.0 if isinstance(lr, Tensor) else lr, c, mu, momentum, weight_decay]
             flags = {"MOMENTUM": momentum != 0, "NESTEROV": nesterov, "WEIGHT_DECAY": weight_decay != 0}
@@ -277,22 +278,15 @@ class Launcher:
         return table
 
 
-def _whereabouts(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    accumulators: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    thresholds: Sequence[Tensor],
-) -> Iterator[list[Any]]:
+def _whereabouts(per_element: Sequence[Sequence[Tensor]], scalars: Sequence[Sequence[Tensor]]) -> Iterator[list[Any]]:
     """Yield what decides where the kernel reads and writes; by `map`, because every step asks it of every tensor."""
-    for tensors in (params, grads, accumulators, buffers):
+    for tensors in per_element:
         yield list(map(Tensor.data_ptr, tensors))
-    for tensors in (params, grads):
+    for tensors in per_element[:2]:  # parameters and gradients, which others own
         yield list(map(Tensor.stride, tensors))
         yield list(map(_DTYPE, tensors))
-    for scalars in (steps, thresholds):  # held while their addresses are in use, so that identity is enough
-        yield list(map(id, scalars))
+    for numbers in scalars:  # held while their addresses are in use, so that identity is enough
+        yield list(map(id, numbers))
 
 
 def _stream(device: torch.device) -> int:
