@@ -342,6 +342,16 @@ def test_the_published_curve_runs_the_way_of_the_job() -> None:
     assert published_curve({**config, "published": None}) is None
 
 
+def test_a_network_that_another_method_pruned_is_not_called_sgd() -> None:
+    grda = recipes.get("vgg16-cifar10")
+    sgd = replace(grda, optimizer="sgd")
+    rigl = replace(sgd, method="rigl", options=(("sparsity", 0.9),))
+    assert connectivity._labels((grda, 600), (sgd, 600)) == ("gRDA c=0.0005 μ=0.6", "SGD")
+    assert connectivity._labels((grda, 600), (rigl, 600)) == ("gRDA c=0.0005 μ=0.6", "rigl sparsity=0.9")
+    assert connectivity._published_key(grda, sgd) == (5e-4, 0.6, False)
+    assert connectivity._published_key(grda, rigl) is None
+
+
 def test_a_job_like_a_published_one_is_reported_beside_it(
     pair: tuple[Path, Path], finished: tuple[Path, list[Step]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,8 +210,10 @@ def test_runs_from_other_initial_weights_are_refused(trained: dict[str, Run], tm
 
 def test_other_bad_requests_are_refused(trained: dict[str, Run], tmp_path: Path) -> None:
     sgd, grda = trained["sgd"], trained["grda"]
+    rigl = replace(sgd, recipe=replace(sgd.recipe, method="rigl", options=(("sparsity", 0.5),)))
     for first, others, message in (
         (grda, [grda], "the first run must be the SGD run"),
+        (rigl, [grda], "was trained with rigl; the first run must be the SGD run"),  # by SGD's steps, under masks
         (sgd, [sgd], "only the first run is SGD's"),
         (sgd, [], "grdas is empty"),
         (sgd, [grda, grda], "two runs of one name"),

@@ -84,12 +84,14 @@ def _plan(
     sweeps: Sequence[str],
 ) -> list[Trial]:
     """Return the trials; the data are looked at for their number, which default sweeps depend on."""
-    from dirprune.lab import data as sets
+    import torch
+
     from dirprune.lab import recipes, trials
+    from dirprune.lab.experiment import load_data
 
     chosen = replace(recipes.get(recipe), **{name: value for name, value in changes.items() if value is not None})
     given = trials.read_sweeps(sweeps)
-    batches = len(sets.load(chosen.data, batch_size=chosen.batch_size, seed=0, root=root).train)
+    batches = len(load_data(chosen, device=torch.device("cpu"), root=root).train)
     return trials.plan(chosen, methods=methods, sparsities=sparsities, seeds=seeds, sweeps=given, batches=batches)
 
 

@@ -215,7 +215,7 @@ def _open(
     options = replace(options, batch_size=recipe.batch_size)
     parts = experiment.assemble(recipe, device=device, root=root)
     large = replace(recipe, batch_size=EVALUATION_BATCH)
-    measured = experiment.assemble(large, device=device, root=root).loaders
+    measured = experiment.load_data(large, device=device, root=root)
     (epoch_a, start), (epoch_b, end) = (
         _endpoint(run, epoch, parts.model) for run, epoch in ((a, epoch_a), (b, epoch_b))
     )
@@ -361,9 +361,9 @@ def _summarise(job: _Job) -> None:
 
 def _published_key(a: Recipe, b: Recipe) -> tuple[float, float, bool] | None:
     """Return c and μ of the gRDA run, and whether the other one comes first; None unless the other is SGD."""
-    if {a.optimizer, b.optimizer} != {"grda", "sgd"}:
+    if {a.pruner, b.pruner} != {"grda", "sgd"}:
         return None
-    grda = a if a.optimizer == "grda" else b
+    grda = a if a.pruner == "grda" else b
     return grda.c, grda.mu, grda is b
 
 
@@ -371,10 +371,9 @@ def _labels(a: tuple[Recipe, int], b: tuple[Recipe, int]) -> tuple[str, str]:
     """Return names that tell two networks, each a recipe and an epoch, apart: the optimizer and what else it takes."""
 
     def names(recipe: Recipe, epoch: int) -> Iterator[str]:
-        name = "SGD" if recipe.optimizer == "sgd" else f"gRDA c={recipe.c:g} μ={recipe.mu:g}"
-        yield name
-        yield f"{name}, seed {recipe.seed}"
-        yield f"{name}, epoch {epoch}"
+        yield recipe.setting
+        yield f"{recipe.setting}, seed {recipe.seed}"
+        yield f"{recipe.setting}, epoch {epoch}"
 
     pairs = list(zip(names(*a), names(*b), strict=True))
     return next((pair for pair in pairs if pair[0] != pair[1]), ("A", "B"))

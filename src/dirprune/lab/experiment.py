@@ -54,8 +54,20 @@ class Parts:
 
 def assemble(recipe: Recipe, *, device: torch.device, root: Path | None, process: Process | None = None) -> Parts:
     """Make the model, the optimizer and the loaders; the initial weights depend on the recipe's seed alone."""
+    loaders = load_data(recipe, device=device, root=root, process=process)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(recipe.seed)  # torch.manual_seed would reseed the caller's GPUs too
+        model = models.build(recipe.model, loaders.classes)
+    model = recipe.execution(device.type).place(model, device)
+    return Parts(model, make_optimizer(recipe, model, device), loaders)
+
+
+def load_data(
+    recipe: Recipe, *, device: torch.device, root: Path | None, process: Process | None = None
+) -> data.Loaders:
+    """Return the recipe's data, in its batches."""
     process = process or Process()
-    loaders = data.load(
+    return data.load(
         recipe.data,
         batch_size=recipe.batch_size,
         seed=recipe.seed,
@@ -67,11 +79,6 @@ def assemble(recipe: Recipe, *, device: torch.device, root: Path | None, process
         rank=process.rank,
         world_size=process.world_size,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(recipe.seed)  # torch.manual_seed would reseed the caller's GPUs too
-        model = models.build(recipe.model, loaders.classes)
-    model = recipe.execution(device.type).place(model, device)
-    return Parts(model, make_optimizer(recipe, model, device), loaders)
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module, device: torch.device) -> Optimizer:
@@ -109,7 +116,7 @@ def make_method(recipe: Recipe, reward: Callable[[nn.Module], float]) -> Method:
     Raises:
         ValueError: the options are not those of the method.
     """
-    kind = baselines.get(recipe.method or recipe.optimizer)
+    kind = baselines.get(recipe.pruner)
     known = inspect.signature(kind).parameters
     given: dict[str, Any] = {"seed": recipe.seed, "reward": reward}
     options = {name: value for name, value in given.items() if name in known} | dict(recipe.options)
@@ -269,7 +276,7 @@ def _advice(run: Run, error: Divergence, saved: int) -> str:
     """Return where a run went wrong, what is left of it and what to try."""
     recipe = run.recipe
     knobs = [("--lr", recipe.lr)]
-    if recipe.optimizer == "grda" and not recipe.method:
+    if recipe.pruner == "grda":
         knobs += [("--c", recipe.c), ("--mu", recipe.mu)]
     smaller = ", ".join(f"{name} (now {value})" for name, value in knobs)
     return (

@@ -125,11 +125,11 @@ def check_comparable(sgd: Run, grdas: Sequence[Run]) -> None:
     names = [run.folder.name for run in grdas]
     if len(set(names)) < len(names):
         raise ValueError(f"grdas has two runs of one name ({', '.join(names)}): their rows could not be told apart")
-    if sgd.recipe.optimizer != "sgd":
-        raise ValueError(f"{sgd.folder} was trained with {sgd.recipe.optimizer}; the first run must be the SGD run")
+    if sgd.recipe.pruner != "sgd":
+        raise ValueError(f"{sgd.folder} was trained with {sgd.recipe.pruner}; the first run must be the SGD run")
     for run in grdas:
-        if run.recipe.optimizer != "grda":
-            raise ValueError(f"{run.folder} was trained with {run.recipe.optimizer}; only the first run is SGD's")
+        if run.recipe.pruner != "grda":
+            raise ValueError(f"{run.folder} was trained with {run.recipe.pruner}; only the first run is SGD's")
         for name in (*_MINIBATCHES, *_TRAINING):
             ours, theirs = getattr(sgd.recipe, name), getattr(run.recipe, name)
             if ours != theirs:

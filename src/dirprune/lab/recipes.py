@@ -87,6 +87,11 @@ class Recipe:
         return self.cuda if device_type == "cuda" else self.cpu
 
     @property
+    def pruner(self) -> str:
+        """What prunes: the method, or the optimizer as it is."""
+        return self.method or self.optimizer
+
+    @property
     def setting(self) -> str:
         """How the run is pruned, in a few words.
 

@@ -96,7 +96,7 @@ class Group:
     @property
     def row(self) -> Row:
         recipe = self.runs[0].recipe
-        thresholds = recipe.optimizer == "grda" and not recipe.method
+        thresholds = recipe.pruner == "grda"
         started = [(run, records) for run, records in zip(self.runs, self.records, strict=True) if records]
         row = Row(
             recipe=recipe.name,

@@ -129,7 +129,7 @@ class Trial:
         >>> Trial.of(replace(recipes.get("digits"), c=0.02)).name
         'grda-c0.02-s0'
         """
-        method = recipe.method or recipe.optimizer
+        method = recipe.pruner
         knob = baselines.get(method).knob
         options = dict(recipe.options)
         value = recipe.c if method == "grda" else options.pop(knob, None) if knob else None
