@@ -24,7 +24,8 @@ CHUNK = 16384
 """Elements that one program takes: enough to make up for reading where they lie and computing the threshold."""
 BLOCK = 2048
 """Elements in flight at once."""
-_WARPS = 4
+_COMPILATION = {"num_warps": 4, "enable_fp_fusion": True}
+"""Products that are added up are rounded once, as in torch's own CUDA kernels."""
 _SPARES = 4
 """Tables that can be captured between two steps outside a graph."""
 _COLUMNS = tl.constexpr(7)  # param, grad, accumulator, momentum buffer, elements, step, threshold
@@ -52,6 +53,46 @@ def obstacle(params: Iterable[Tensor]) -> str | None:
 @triton.jit
 def _float64(address):  # type: ignore[no-untyped-def]
     return tl.load(address).to(tl.float64, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _take(  # type: ignore[no-untyped-def]
+    param,
+    grad,
+    accumulator,
+    buffer,
+    offsets,
+    inside,
+    other,
+    lr,
+    bound,
+    momentum,
+    decay,
+    MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    WEIGHT_DECAY: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+):
+    """Step the elements at ``offsets``, or of those the ones ``inside`` the tensor."""
+    PARAM = param.dtype.element_ty
+    STATE = accumulator.dtype.element_ty
+    g = tl.load(grad + offsets, mask=inside, other=other).to(STATE)
+    if MAXIMIZE:
+        g = -g
+    if WEIGHT_DECAY:
+        g += tl.load(param + offsets, mask=inside, other=other).to(STATE) * decay
+    if MOMENTUM:
+        velocity = tl.load(buffer + offsets, mask=inside, other=other) * momentum + g
+        tl.store(buffer + offsets, velocity, mask=inside)
+        g = g + velocity * momentum if NESTEROV else velocity
+    v = tl.load(accumulator + offsets, mask=inside, other=other) - lr * g
+    tl.store(accumulator + offsets, v, mask=inside)
+    # Written so that |v| ≤ τ gives +0.0 and a NaN stays one.
+    w = tl.where(v > bound, v - bound, tl.where(v < -bound, v + bound, tl.where(v == v, 0.0, v)))
+    w = w.to(PARAM)
+    if PARAM != STATE:  # what underflows in the cast keeps its sign
+        w = tl.where(w == 0.0, 0.0, w)
+    tl.store(param + offsets, w, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -101,35 +142,55 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
     power = tl.where(rate > 0, tl.exp2((mu + 0.5) * tl.log2(tl.where(rate > 0, rate, 1.0))), 0.0)
     tau += c * power * (tl.exp2(mu * tl.log2(n)) - before)
 
-    gamma = lr.to(STATE)
-    bound = tau.to(STATE)
-    if WEIGHT_DECAY:
-        decay = _float64(table + 4).to(STATE)
+    buffer = accumulator
     if MOMENTUM:
-        m = _float64(table + 3).to(STATE)
         buffer = tl.load(row + 3).to(tl.pointer_type(STATE))
         if ALIGNED:
             buffer = tl.multiple_of(buffer, 16)
-    for start in range(0, CHUNK, BLOCK):
-        offsets = first + start + tl.arange(0, BLOCK)
-        inside = offsets < elements
-        g = tl.load(grad + offsets, mask=inside, other=0.0).to(STATE)
-        if MAXIMIZE:
-            g = -g
-        if WEIGHT_DECAY:
-            g += tl.load(param + offsets, mask=inside, other=0.0).to(STATE) * decay
-        if MOMENTUM:
-            velocity = tl.load(buffer + offsets, mask=inside, other=0.0) * m + g
-            tl.store(buffer + offsets, velocity, mask=inside)
-            g = g + velocity * m if NESTEROV else velocity
-        v = tl.load(accumulator + offsets, mask=inside, other=0.0) - gamma * g
-        tl.store(accumulator + offsets, v, mask=inside)
-        # Written so that |v| ≤ τ gives +0.0 and a NaN stays one.
-        w = tl.where(v > bound, v - bound, tl.where(v < -bound, v + bound, tl.where(v == v, 0.0, v)))
-        w = w.to(PARAM)
-        if PARAM != STATE:  # what underflows in the cast keeps its sign
-            w = tl.where(w == 0.0, 0.0, w)
-        tl.store(param + offsets, w, mask=inside)
+    gamma = lr.to(STATE)
+    bound = tau.to(STATE)
+    m = _float64(table + 3).to(STATE)
+    decay = _float64(table + 4).to(STATE)
+    # A mask makes each thread move one element at a time instead of 16 bytes: only a tensor's last chunk needs it.
+    if first + CHUNK <= elements:
+        for start in range(0, CHUNK, BLOCK):
+            _take(
+                param,
+                grad,
+                accumulator,
+                buffer,
+                first + start + tl.arange(0, BLOCK),
+                None,
+                None,
+                gamma,
+                bound,
+                m,
+                decay,
+                MOMENTUM,
+                NESTEROV,
+                WEIGHT_DECAY,
+                MAXIMIZE,
+            )
+    else:
+        for start in range(0, CHUNK, BLOCK):
+            offsets = first + start + tl.arange(0, BLOCK)
+            _take(
+                param,
+                grad,
+                accumulator,
+                buffer,
+                offsets,
+                offsets < elements,
+                0.0,
+                gamma,
+                bound,
+                m,
+                decay,
+                MOMENTUM,
+                NESTEROV,
+                WEIGHT_DECAY,
+                MAXIMIZE,
+            )
 
     # Every program of a tensor has read n and τ before it reports here; the last one to report writes them.
     tl.debug_barrier()
@@ -194,7 +255,7 @@ class Launcher:
         for arguments, kinds in self._launches:
             grid = (arguments[1].numel(),)
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                _grda_kernel[grid](*arguments, **kinds, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=_WARPS)
+                _grda_kernel[grid](*arguments, **kinds, CHUNK=CHUNK, BLOCK=BLOCK, **_COMPILATION)
         for p, w, _ in moved:
             p.copy_(w)
 
