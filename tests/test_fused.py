@@ -326,6 +326,26 @@ def test_what_a_table_points_to_is_kept() -> None:
     assert all(reference() is not None for reference in kept)
 
 
+def test_a_load_leaves_the_tables_that_captured_graphs_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dirprune import _fused
+
+    tables: list[weakref.ref[torch.Tensor]] = []
+    send = _fused.Launcher._send
+
+    def watched(launcher: Any, cells: list[int], device: torch.device) -> torch.Tensor:
+        table = send(launcher, cells, device)
+        tables.append(weakref.ref(table))
+        return table
+
+    monkeypatch.setattr(_fused.Launcher, "_send", watched)
+    params = on_device()
+    optimizer = GRDA(params, fused=True)
+    drive_on_device(optimizer, params, range(1))
+    optimizer.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert tables
+    assert tables[-1]() is not None
+
+
 def test_empty_parameters_that_take_turns_keep_their_own_count() -> None:
     a, b = (nn.Parameter(torch.empty(0, device=DEVICE)) for _ in range(2))
     optimizer = GRDA([a, b], fused=True)

@@ -103,7 +103,7 @@ class GRDA(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._launchers = {}
+        self.__dict__.setdefault("_launchers", {})  # a load keeps them: captured graphs read their tables
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a copy of a state saved by any path, on any device, with the precision it was saved in.
