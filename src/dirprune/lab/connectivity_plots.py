@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -118,9 +119,23 @@ def _contours(axes: Axes, x: Array, y: Array, values: Array, ceiling: float) -> 
     axes.contour(x, y, shown, levels=levels[1:-1], colors="#FFFFFF", linewidths=0.3, alpha=0.6)
     # An inset follows the axes, whose height the equal aspect decides.
     bar = axes.figure.colorbar(filled, cax=axes.inset_axes((1.03, 0, 0.045, 1)))
-    bar.set_ticks(levels[::5].tolist(), labels=[f"{level:.2g}" for level in levels[::5]])
+    ticks = _round_numbers(low, high)
+    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.ax.minorticks_off()
     axes.grid(False)
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Return up to six numbers between the two: powers of ten, between neighbouring ones also 2 and 5 times those.
+
+    >>> _round_numbers(8.3, 90.0)
+    [10.0, 20.0, 50.0]
+    """
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    digits = (1, 2, 5) if len(exponents) < 4 else (1,)
+    numbers = [digit * 10.0**exponent for exponent in exponents for digit in digits]
+    inside = [number for number in numbers if low <= number <= high * (1 + 1e-9)]
+    return inside[:: -(-len(inside) // 6) or 1] or [low, high]
 
 
 def _marks(axes: Axes, points: Sequence[Point], names: tuple[str, str]) -> None:

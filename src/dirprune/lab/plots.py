@@ -159,9 +159,9 @@ def add_legend(figure: Figure) -> None:
     entries = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    longest = max(map(len, entries), default=0) + 8  # the sample of the line takes the room of some letters
+    lengths = [len(label) + 8 for label in entries]  # the sample of the line takes the room of some letters
     room = _LEGEND_CHARACTERS * figure.get_figwidth() / (2 * PANEL[0])
-    columns = max(1, min(len(entries), int(room / longest)))
+    columns = len(entries) if sum(lengths) <= room else max(1, min(len(entries), int(room / max(lengths))))
     figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=columns)
 
 
