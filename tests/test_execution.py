@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 from dirprune import GRDA, sparsity
+from dirprune.graphs import record
 from dirprune.lab import data
-from dirprune.lab.execution import CapturedStep, Execution, PlainStep, Tally, make_step
+from dirprune.lab.execution import CapturedStep, Execution, PlainScoring, PlainStep, Tally, make_scoring, make_step
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.train import EpochRecord, evaluate, recalibrate_batchnorm, set_lr, train
 
@@ -131,10 +132,18 @@ def test_the_tally_keeps_every_step_and_starts_again() -> None:
     assert tally.correct.tolist() == [2.0, 0.0, 0.0]
 
 
-def test_without_cuda_a_step_that_would_be_captured_is_the_plain_one() -> None:
-    model = colour()
-    step = make_step(model, model, make_sgd(model), Tally(1, CPU), Execution(capture=True), colour_batch(2)[0], [2])
+def test_without_cuda_what_would_be_captured_is_plain() -> None:
+    model, execution = colour(), Execution(capture=True)
+    step = make_step(model, model, make_sgd(model), Tally(1, CPU), execution, colour_batch(2)[0], [2])
     assert type(step) is PlainStep
+    assert type(make_scoring(model, model, execution, CPU)) is PlainScoring
+
+
+def test_a_batch_scores_the_sum_of_its_losses_and_its_right_answers() -> None:
+    logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]])
+    loss, right = PlainScoring(nn.Identity(), Execution())(logits.view(3, 2, 1, 1).flatten(1), torch.tensor([0, 1, 1]))
+    assert right == 2
+    assert loss.item() == pytest.approx(math.log1p(math.exp(-2)) + math.log1p(math.exp(-1)) + math.log1p(math.exp(3)))
 
 
 def test_a_learning_rate_in_a_tensor_keeps_its_tensor() -> None:
@@ -256,3 +265,27 @@ if torch.cuda.is_available():
         run(model, captured_sgd(model), Execution(capture=True), loaders)
         assert torch.equal(torch.get_rng_state(), states[0])
         assert torch.equal(torch.cuda.get_rng_state(), states[1])
+
+    @pytest.mark.parametrize("fast", [Execution(capture=True), Execution(capture=True, compile=True)])
+    def test_a_captured_score_is_the_plain_one_and_sees_new_weights(fast: Execution) -> None:
+        loaders = data.load("digits", batch_size=400, seed=0, device=CUDA)
+        model = on_cuda(dropout=0.5)
+        scoring = make_scoring(model, model, fast, CUDA)
+        for _ in range(2):
+            found, expected = evaluate(model, loaders.test, scoring=scoring), evaluate(model, loaders.test)
+            assert found.loss == pytest.approx(expected.loss, rel=1e-4)
+            assert found.accuracy == pytest.approx(expected.accuracy, abs=0.3)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.5)
+
+    def test_graphs_do_not_each_keep_a_workspace() -> None:
+        a = torch.randn(256, 256, device=CUDA)
+
+        def taken() -> int:
+            record(lambda: a @ a)
+            torch.cuda.synchronize()
+            return torch.cuda.memory_allocated()
+
+        taken()
+        assert taken() == taken()

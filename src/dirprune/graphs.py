@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ def record(
         pool: another graph's ``pool()`` to share memory with, of one that never runs at the same time.
     """
     with _fastest_kernels():
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside = _aside(torch.cuda.current_device())
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(_REHEARSALS):
@@ -82,6 +83,12 @@ class Captured:
         static_targets.copy_(targets)
         graph.replay()
         return result
+
+
+@cache
+def _aside(device: int) -> torch.cuda.Stream:
+    """Return the stream that rehearsals run on: one for all, for cuBLAS keeps a workspace for every stream it sees."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dirprune.lab import data, models, recipes
 from dirprune.lab.data import Loaders, Synthetic
-from dirprune.lab.execution import Tally, make_step
+from dirprune.lab.execution import Tally, make_scoring, make_step
 from dirprune.lab.experiment import make_optimizer
 from dirprune.lab.runs import environment
 from dirprune.lab.tables import write_rows
@@ -27,19 +27,20 @@ PEAK_FLOPS = 790e12
 
 @dataclass(frozen=True)
 class Workload:
-    """A network as a published run trained it."""
+    """A network as a published run trained it, on noise; as many test images for each training image as it had."""
 
     recipe: str
     shape: tuple[int, int, int]
     classes: int
     examples: int
+    test_examples: int
 
 
 WORKLOADS = {
-    "vgg16": Workload("vgg16-cifar10", (3, 32, 32), 10, 50_000),
-    "wrn28x10": Workload("wrn28x10-cifar10", (3, 32, 32), 10, 50_000),
-    "resnet50": Workload("resnet50-imagenet", (3, 224, 224), 1000, 2_560),
-    "small": Workload("digits", (1, 8, 8), 10, 1_438),
+    "vgg16": Workload("vgg16-cifar10", (3, 32, 32), 10, 50_000, 10_000),
+    "wrn28x10": Workload("wrn28x10-cifar10", (3, 32, 32), 10, 50_000, 10_000),
+    "resnet50": Workload("resnet50-imagenet", (3, 224, 224), 1000, 6_400, 250),
+    "small": Workload("digits", (1, 8, 8), 10, 1_438, 359),
 }
 PAPER_MS = {"vgg16": (21.4, 30.3), "wrn28x10": (227.1, 251.0), "resnet50": (396.4, 458.2)}
 PAPER_MIB = {"vgg16": (1756, 1809), "wrn28x10": (10301, 10589), "resnet50": (14221, 14159)}
@@ -72,7 +73,7 @@ class _Trainer:
         torch.manual_seed(0)
         self.model = self.execution.place(models.build(recipe.model, loaders.classes), device)
         optimizer_ = make_optimizer(recipe, self.model, device)
-        self.forward = self.execution.compiled(self.model)
+        self.scoring = make_scoring(self.model, self.model, self.execution, device)
         self.loaders = loaders
         self.batches = [batch for batch, _ in zip(loaders.train.epoch(1), range(8), strict=False)]
         last = loaders.train.examples % loaders.train.batch_size
@@ -95,7 +96,7 @@ class _Trainer:
         start = _now()
         for batch in self.loaders.train.epoch(2):
             self.step(*batch)
-        evaluate(self.model, self.loaders.test, forward=self.forward, execution=self.execution)
+        evaluate(self.model, self.loaders.test, scoring=self.scoring)
         return _now() - start
 
 
@@ -110,7 +111,7 @@ def bench(name: str, *, device: torch.device, rounds: int = 7, steps: int = 50) 
         batch_size=recipe.batch_size,
         seed=0,
         device=device,
-        synthetic=Synthetic(workload.shape, workload.classes, workload.examples),
+        synthetic=Synthetic(workload.shape, workload.classes, workload.examples, workload.test_examples),
     )
     steps = min(steps, len(loaders.train))
     trainers: dict[str, _Trainer] = {}

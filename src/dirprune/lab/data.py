@@ -59,14 +59,18 @@ class Loaders:
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Uniform noise with random balanced labels, of any shape: for benchmarks. The test set is a fifth as large."""
+    """Uniform noise with random balanced labels, of any shape: for benchmarks.
+
+    ``test_examples`` None means a fifth of the training set's.
+    """
 
     shape: tuple[int, int, int] = (3, 32, 32)
     classes: int = 10
     examples: int = 2048
+    test_examples: int | None = None
 
     def __post_init__(self) -> None:
-        if min(*self.shape, self.classes, self.examples) < 1:
+        if min(*self.shape, self.classes, self.examples, 1 if self.test_examples is None else self.test_examples) < 1:
             raise ValueError(f"{self}: shape, classes and examples must be positive")
 
 
@@ -208,7 +212,8 @@ def _make_synthetic(synthetic: Synthetic) -> _Resident:
 
     channels = synthetic.shape[0]
     uniform = Normalization((0.5,) * channels, (12**-0.5,) * channels)
-    train, test = draw(synthetic.examples, 0), draw(max(1, synthetic.examples // 5), 1)
+    tested = max(1, synthetic.examples // 5) if synthetic.test_examples is None else synthetic.test_examples
+    train, test = draw(synthetic.examples, 0), draw(tested, 1)
     return _Resident(train, test, synthetic.classes, uniform, CROP_PADDING)
 
 

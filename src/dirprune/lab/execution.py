@@ -16,12 +16,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from dirprune.graphs import record
+from dirprune.graphs import Captured, record
 
 PRECISIONS = ("float32", "bfloat16")
 
 Penalty = Callable[[], "Tensor | None"]
 """A term of the objective beside the loss of the data, or None; what is tallied is the loss of the data alone."""
+
+
+Scoring = Callable[[Tensor, Tensor], Tensor]
+"""Of a batch (inputs, targets), in eval mode: the sum of its losses and the number of right answers, in float64."""
 
 
 def no_penalty() -> None:
@@ -59,6 +63,21 @@ class Execution:
     def compiled(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """Return the model, or what `torch.compile` makes of it; each batch shape is compiled for itself."""
         return torch.compile(model, dynamic=False) if self.compile else model
+
+
+class PlainScoring:
+    """The `Scoring` of a network, operation by operation."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor], execution: Execution) -> None:
+        self.forward = forward
+        self.execution = execution
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self.execution.autocast(inputs.device):
+            logits = self.forward(inputs.to(memory_format=self.execution.memory_format)).float()
+        loss = cross_entropy(logits, targets, reduction="sum")
+        right = (logits.argmax(1) == targets).sum()
+        return torch.stack([loss.double(), right.double()])
 
 
 class Tally:
@@ -211,6 +230,12 @@ class _Saved:
                     value.zero_()
 
 
+def make_scoring(model: nn.Module, parallel: nn.Module, execution: Execution, device: torch.device) -> Scoring:
+    """Return how batches are scored under this execution; ``parallel`` is the model, or DDP around it."""
+    scoring = PlainScoring(execution.compiled(model), execution)
+    return Captured(scoring) if _captures(model, parallel, execution, device) else scoring
+
+
 def make_step(
     model: nn.Module,
     parallel: nn.Module,
@@ -222,8 +247,12 @@ def make_step(
     penalty: Penalty = no_penalty,
 ) -> PlainStep | CapturedStep:
     """Return the step for this execution; ``parallel`` is the model, or DDP around it."""
-    if execution.capture and example.device.type == "cuda" and parallel is model:
+    if _captures(model, parallel, execution, example.device):
         captured = CapturedStep(model, optimizer, tally, execution, penalty)
         captured.prepare(example, sizes)
         return captured
     return PlainStep(execution.compiled(parallel), optimizer, tally, execution, penalty)
+
+
+def _captures(model: nn.Module, parallel: nn.Module, execution: Execution, device: torch.device) -> bool:
+    return execution.capture and device.type == "cuda" and parallel is model

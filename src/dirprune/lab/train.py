@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from dirprune.lab.baselines.method import Method
-from dirprune.lab.execution import Execution, Tally, make_step
+from dirprune.lab.execution import Execution, PlainScoring, Scoring, Tally, make_scoring, make_step
 from dirprune.lab.loader import Loader
 from dirprune.lab.processes import Process
 from dirprune.lab.schedules import Schedule
@@ -113,7 +112,7 @@ def train(
     method.check_attached(model)
     model.train()
     step = make_step(model, parallel, optimizer, tally, execution, example, sizes, method.penalty)
-    forward = execution.compiled(model)
+    scoring = make_scoring(model, parallel, execution, device)
     rate = math.nan
     for epoch in range(done + 1, epochs + 1):
         start = time.perf_counter()
@@ -132,7 +131,7 @@ def train(
         loss, accuracy = _summarise(tally, train_set, epoch, process)
         trained = time.perf_counter()
         process.share_buffers(model)
-        score = evaluate(model, test_set, forward=forward, execution=execution, process=process)
+        score = evaluate(model, test_set, scoring=scoring, process=process)
         if not math.isfinite(score.loss):  # the last update broke weights that no training loss has seen yet
             raise Divergence(epoch, len(train_set), score.loss, which="test")
         zeros = method.sparsity()
@@ -156,24 +155,20 @@ def evaluate(
     model: nn.Module,
     loader: Loader,
     *,
-    forward: Callable[[Tensor], Tensor] | None = None,
+    scoring: Scoring | None = None,
     execution: Execution | None = None,
     process: Process | None = None,
 ) -> Score:
     """Return loss and accuracy over every example of a plain pass, in eval mode; the model is left as it was.
 
-    ``forward`` is what to call instead of the model itself: the same, compiled.
+    ``scoring`` is how this model's batches are scored, if not as it is under ``execution``: that compiled and captured.
     """
-    execution, process = execution or Execution(), process or Process()
-    forward = model if forward is None else forward
+    process = process or Process()
+    scoring = scoring or PlainScoring(model, execution or Execution())
     sums = torch.zeros(2, dtype=torch.float64)
     with eval_mode(model):
         for inputs, targets in loader:
-            with execution.autocast(inputs.device):
-                logits = forward(inputs.to(memory_format=execution.memory_format)).float()
-            loss = cross_entropy(logits, targets, reduction="sum")
-            right = (logits.argmax(1) == targets).sum()
-            sums = sums.to(inputs.device) + torch.stack([loss.double(), right.double()])
+            sums = sums.to(inputs.device) + scoring(inputs, targets)
     loss_sum, correct = process.sum(sums).tolist()
     return Score(loss_sum / loader.examples, 100 * correct / loader.examples)
 
