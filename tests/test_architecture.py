@@ -13,7 +13,8 @@ MODULES = sorted(path.relative_to(SOURCE).with_suffix("") for path in SOURCE.rgl
 # What each module of the library may import of the library; a module that is not listed may import none of it.
 LIBRARY = {
     "optim": {"update", "_fused"},
-    "curvature": {"modes", "weights"},
+    "curvature": {"modes", "products", "weights"},
+    "products": {"weights"},
     "direction": {"curvature", "weights"},
     "landscape": {"graphs", "weights"},
     "connect": {"graphs", "landscape", "weights"},

@@ -6,7 +6,8 @@ import copy
 import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +142,111 @@ def test_a_subset_of_parameters_is_a_block_of_the_hessian() -> None:
     torch.testing.assert_close(dense(op), dense_hessian(model, loss_fn, batches)[chosen][:, chosen])
 
 
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Let torch.compile capture and replay graphs without generating code; return what was captured, graph by graph."""
+    from torch._dynamo import lookup_backend  # here, because it takes a second
+
+    graphs: list[Any] = []
+    compile_ = torch.compile
+
+    def backend(graph: Any, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=backend, **options))
+    torch.compiler.reset()
+    yield graphs
+    torch.compiler.reset()
+
+
+forward_mode = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's, when it loads
+
+
+@forward_mode
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+@pytest.mark.parametrize(("build", "shape"), NETWORKS)
+def test_forward_over_reverse_gives_the_same_products(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    model, batches, loss_fn = build(), unequal_batches(*shape), nn.CrossEntropyLoss()
+    ops = [HessianOperator(model, loss_fn, batches, kind=kind, compiled=compiled) for compiled in (False, True)]
+    block = torch.randn(ops[0].size, 3, dtype=torch.float64)
+    torch.testing.assert_close(ops[1] @ block, ops[0] @ block)
+
+
+@forward_mode
+def test_compiled_products_are_those_of_the_dense_hessian(quick_compiler: list[Any]) -> None:
+    """Two batches of the common size, two of others, a block, one vector and new weights: one compilation."""
+    model, batches, loss_fn = convnet(), unequal_batches(1, 6, 6), nn.CrossEntropyLoss()
+    batches.append((batches[0][0].flip(0), batches[0][1]))
+    places = unflatten(torch.arange(sum(p.numel() for p in model.parameters())), take(model))
+    chosen = torch.cat([places[name].reshape(-1) for name in ("0.weight", "1.bias", "6.weight")])
+    op = HessianOperator(model, loss_fn, batches, parameters=["0.weight", "1.bias", "6.weight"], compiled=True)
+    torch.testing.assert_close(dense(op), dense_hessian(model, loss_fn, batches)[chosen][:, chosen])
+
+    model.load_state_dict({name: 1.5 * tensor for name, tensor in model.state_dict().items()})
+    vector = torch.randn(op.size, dtype=torch.float64)
+    torch.testing.assert_close(op @ vector, dense_hessian(model, loss_fn, batches)[chosen][:, chosen] @ vector)
+    assert len(quick_compiler) == 1
+
+
+@forward_mode
+def test_the_compiler_itself_keeps_the_products() -> None:
+    model, batches, loss_fn = mlp(), unequal_batches(4), nn.CrossEntropyLoss()
+    op = HessianOperator(model, loss_fn, batches, parameters=["0.weight", "4.weight"], compiled=True)
+    torch.testing.assert_close(dense(op), dense(HessianOperator(model, loss_fn, batches, parameters=op.names)))
+    torch.compiler.reset()
+
+
+class Square(torch.autograd.Function):
+    """x², with a derivative that can be differentiated, and no forward mode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class Squared(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Square.apply(super().forward(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, on its way to the error
+@pytest.mark.usefixtures("quick_compiler")
+def test_what_cannot_be_compiled_is_told_with_the_remedy() -> None:
+    model, batches, loss_fn = Squared(4, 3).double(), unequal_batches(4), nn.CrossEntropyLoss()
+    vector = torch.ones(15, dtype=torch.float64)
+    assert (HessianOperator(model, loss_fn, batches) @ vector).isfinite().all()
+    with pytest.raises(NotImplementedError, match=r"cannot be compiled .*jvp.*; leave compiled out"):
+        HessianOperator(model, loss_fn, batches, compiled=True) @ vector
+    wrong = [(torch.zeros(2, 99, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))]
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):  # the user's own error, as without compiling
+        HessianOperator(mlp(), loss_fn, wrong, compiled=True) @ torch.ones(53, dtype=torch.float64)
+
+
+@forward_mode
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+def test_a_lower_precision_is_near_and_the_same_however_it_is_made(kind: str) -> None:
+    model, loss_fn = convnet().float(), nn.CrossEntropyLoss()
+    batches = [(inputs.float(), targets) for inputs, targets in unequal_batches(1, 6, 6)]
+    options = ({}, {"autocast": torch.bfloat16}, {"autocast": torch.bfloat16, "compiled": True})
+    ops = [HessianOperator(model, loss_fn, batches, kind=kind, **option) for option in options]
+    vector = torch.randn(ops[0].size, generator=torch.Generator().manual_seed(0))
+    exact, rough, fast = (op @ vector for op in ops)
+    assert rough.dtype == fast.dtype == torch.float32
+    assert 1e-3 < (rough - exact).norm() / exact.norm() < 0.2
+    assert (fast - rough).norm() / exact.norm() < 0.02
+
+
 def test_agrees_with_curvlinops() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its imports are not ours to answer for
@@ -172,7 +278,10 @@ class Counting(nn.Module):
         return self.inner(x)
 
 
-def test_the_model_and_the_random_state_are_left_as_found() -> None:
+@forward_mode
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_model_and_the_random_state_are_left_as_found(compiled: bool) -> None:
     model = Counting().train()
     model.inner[1].eval()
     model.inner[0].weight.requires_grad_(False)
@@ -181,7 +290,8 @@ def test_the_model_and_the_random_state_are_left_as_found() -> None:
     before = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
     state = torch.get_rng_state()
 
-    op = HessianOperator(model, nn.CrossEntropyLoss(), DataLoader(data, batch_size=5, shuffle=True))
+    batches = DataLoader(data, batch_size=5, shuffle=True)
+    op = HessianOperator(model, nn.CrossEntropyLoss(), batches, compiled=compiled)
     with torch.no_grad():
         product = op @ torch.ones(op.size)
 
@@ -225,11 +335,15 @@ def test_the_weights_are_read_at_every_product() -> None:
     torch.testing.assert_close(dense(op), dense_hessian(model, loss_fn, batches))
 
 
-def test_flat_and_unused_weights_have_zero_curvature() -> None:
+@forward_mode
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flat_and_unused_weights_have_zero_curvature(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     model = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)})
     model.forward = lambda x: model["used"](x)
     for kind in ("hessian", "gauss-newton"):
-        op = HessianOperator(model, lambda z, y: (z - y).mean(), [(torch.ones(3, 2), torch.ones(3, 1))], kind=kind)
+        batches = [(torch.ones(3, 2), torch.ones(3, 1))]
+        op = HessianOperator(model, lambda z, y: (z - y).mean(), batches, kind=kind, compiled=compiled)
         assert torch.equal(op @ torch.ones(op.size), torch.zeros(op.size))
 
 
@@ -322,6 +436,21 @@ def test_reported_residuals_are_the_true_ones() -> None:
     torch.testing.assert_close(pairs.residuals, actual)
     assert pairs.residuals.max() > 1e-3
     assert pairs.iterations == 6
+
+
+def test_a_better_operator_judges_what_a_rough_one_found() -> None:
+    """The rough one sees no error in its pairs; in their span the exact one has better values, and true residuals."""
+    exact, _ = with_spectrum(torch.cat([LEADING, BULK]))
+    noise = torch.randn(200, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rough = MatrixOperator(exact.matrix + 2e-3 * (noise + noise.T))
+    *_, last = lanczos_steps(rough, 6, tolerance=1e-9)
+    own, judged = last.pairs(rough), last.pairs(exact)
+    expected = torch.tensor([5.0, 4.001, 4.0, 3.0, 2.0, 1.999], dtype=torch.float64)
+    assert own.residuals.max() < 1e-7
+    assert (judged.residuals > 1e-3).all()
+    assert (judged.values - expected).norm() < 0.5 * (own.values - expected).norm()
+    actual = torch.linalg.vector_norm(exact.matrix @ judged.vectors - judged.vectors * judged.values, dim=0)
+    torch.testing.assert_close(judged.residuals, actual)
 
 
 def test_single_precision_keeps_an_orthonormal_basis_through_restarts() -> None:

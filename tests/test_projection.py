@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.autograd.functional import hessian
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
+from dirprune.curvature import HessianOperator
 from dirprune.lab import checkpoint, cli_research, console, recipes, runs
 from dirprune.lab.direction_plots import projection_figure
 from dirprune.lab.experiment import conduct
@@ -21,7 +23,16 @@ from dirprune.lab.plots import save
 from dirprune.lab.projection import EigenvalueRow, ProjectionRow, project
 from dirprune.lab.published.projection import shares
 from dirprune.lab.runs import Run
-from dirprune.lab.spectrum import Journal, Lanczos, Progress, conv_precision, part_of, subject
+from dirprune.lab.spectrum import (
+    Guarded,
+    Journal,
+    Lanczos,
+    Progress,
+    conv_precision,
+    leading_eigenpairs,
+    part_of,
+    subject,
+)
 from dirprune.lab.tables import OtherSettings, read_rows
 
 CPU = torch.device("cpu")
@@ -153,6 +164,75 @@ def test_a_journal_believes_only_products_of_the_same_vector_that_are_whole(tmp_
     file.write_bytes(file.read_bytes()[:-1])
     torch.testing.assert_close(again @ vectors[2], made[2])
     assert op.products == 2
+
+
+def test_bfloat16_finds_the_subspace_and_tf32_judges_it(trained: dict[str, Run], tmp_path: Path) -> None:
+    rough = replace(TIGHT, precision="bfloat16", tolerance=5e-2)
+    (row,) = rows_of(project(trained["sgd"], [trained["grda"]], tmp_path, k=3, epochs=[2], lanczos=rough, device=CPU))
+    (exact,) = rows_of(
+        project(trained["sgd"], [trained["grda"]], tmp_path / "exact", k=3, epochs=[2], lanczos=TIGHT, device=CPU)
+    )
+    assert row.share == pytest.approx(exact.share, rel=0.05)
+    bench = subject(trained["sgd"].recipe, rough, device=CPU)
+    strict = subject(trained["sgd"].recipe, replace(rough, precision="float32"), device=CPU)
+    vector = torch.randn(241, generator=torch.Generator().manual_seed(0))
+    for one in (bench, strict):
+        one.load(runs.weights_of(trained["sgd"], 2)[1])
+    assert torch.equal(bench.judge @ vector, strict.hessian @ vector)  # on a CPU tf32 is float32
+    error = (bench.hessian @ vector - strict.hessian @ vector).norm() / (strict.hessian @ vector).norm()
+    assert 1e-4 < error < 0.1
+
+
+def test_residuals_of_bfloat16_are_not_its_own(trained: dict[str, Run]) -> None:
+    rough = replace(TIGHT, precision="bfloat16", tolerance=5e-2)
+    bench = subject(trained["sgd"].recipe, rough, device=CPU)
+    bench.load(runs.weights_of(trained["sgd"], 2)[1])
+
+    def returned() -> Iterator[Any]:
+        yield (yield from leading_eigenpairs(bench.hessian, 3, rough, what="", judge=bench.judge))
+
+    *_, (pairs, goal) = returned()
+    values, vectors = dense_eigenpairs(trained["sgd"], 2, rough)
+    matrix = vectors @ torch.diag(values) @ vectors.T
+    found = pairs.vectors.double()
+    true = torch.linalg.vector_norm(matrix @ found - found * pairs.values.double(), dim=0)
+    own = torch.linalg.vector_norm(bench.hessian @ pairs.vectors - pairs.vectors * pairs.values, dim=0)
+    torch.testing.assert_close(pairs.residuals.double(), true, rtol=1e-3, atol=1e-6)
+    assert ((own.double() - true).abs() > 1e-2 * true).any()
+    assert true.max() <= goal
+
+
+def without_forward_mode(classes: int) -> nn.Module:
+    return nn.Sequential(tiny(classes), Halved())
+
+
+class Halved(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Half.apply(x)
+
+
+class Half(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, on its way to the error
+def test_a_network_that_cannot_be_compiled_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="eager", **options))
+    bench = subject(replace(recipes.get("digits"), model="test_projection:without_forward_mode"), TIGHT, device=CPU)
+    plain = HessianOperator(bench.model, cross_entropy, bench.curved)
+    fast = Guarded(HessianOperator(bench.model, cross_entropy, bench.curved, compiled=True), tf32=False)
+    vector = torch.randn(241, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(RuntimeWarning, match="run uncompiled"):
+        torch.testing.assert_close(fast @ vector, plain @ vector)
+    assert torch.equal(fast @ vector, plain @ vector)  # and says so once
+    torch.compiler.reset()
 
 
 def test_progress_is_told_where_no_bar_is_seen(

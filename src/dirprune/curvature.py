@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dirprune.modes import eval_mode
+from dirprune.products import Kind, Loss, forward_product, outputs_of, reverse_product
 from dirprune.weights import Weights, unflatten
 
-Kind = Literal["hessian", "gauss-newton"]
 Which = Literal["largest", "magnitude"]
-Loss = Callable[[Any, Any], Tensor]
-Pieces = Sequence[Tensor]
 STRIP = 2**16  # how much of a long vector is summed, or rotated, at a time
 
 
@@ -52,6 +49,14 @@ class MatrixOperator:
         return torch.matmul(self.matrix, vector)
 
 
+class _Batch(NamedTuple):
+    """A batch on the model's device, and whether it is of the common size."""
+
+    inputs: Any
+    targets: Any
+    common: bool
+
+
 class HessianOperator:
     """The Hessian of the mean loss over all examples, known by its exact products with vectors.
 
@@ -59,8 +64,8 @@ class HessianOperator:
 
     Vectors are flat, in the order of ``model.named_parameters()``, and have the parameters' dtype and device. The
     weights are read at every product. The model is evaluated in eval mode and left exactly as it was found; one batch
-    is held at a time. A block of vectors costs less than its vectors one by one. (On CUDA, convolutions round to TF32
-    unless ``torch.backends.cudnn.allow_tf32`` is False, which bounds the residuals an eigensolver can reach.)
+    is held at a time. Uncompiled, a block of vectors costs less than its vectors one by one. (On CUDA, convolutions
+    round to TF32 unless ``torch.backends.cudnn.allow_tf32`` is False, which bounds the residuals that can be reached.)
 
     Args:
         model: any module; attention is evaluated by its plain formula, the only one that differentiates twice.
@@ -69,6 +74,9 @@ class HessianOperator:
             ``len(targets)`` is a batch's number of examples. Tensors are moved to the model's device.
         parameters: the names to differentiate by, all others staying fixed; None means all.
         kind: "hessian", or "gauss-newton" for Jᵀ(∇²loss)J, its positive semidefinite part when the loss is convex.
+        compiled: `torch.compile` the products, for batches as large as the first; others run uncompiled. On a GPU a
+            product takes half the time, after a minute or so of compiling. Every op needs a forward-mode derivative.
+        autocast: a lower precision for the forward pass, such as ``torch.bfloat16``: faster, and inexact.
 
     >>> inputs, targets = torch.tensor([[1.0, 2.0]]), torch.zeros(1, 1)
     >>> op = HessianOperator(nn.Linear(2, 1, bias=False), nn.MSELoss(), [(inputs, targets)])
@@ -86,15 +94,20 @@ class HessianOperator:
         *,
         parameters: Iterable[str] | None = None,
         kind: Kind = "hessian",
+        compiled: bool = False,
+        autocast: torch.dtype | None = None,
     ) -> None:
-        if kind not in _PRODUCTS:
-            raise ValueError(f"kind is {kind!r}; choose one of {', '.join(map(repr, _PRODUCTS))}")
+        if kind not in get_args(Kind):
+            raise ValueError(f"kind is {kind!r}; choose one of {', '.join(map(repr, get_args(Kind)))}")
         if isinstance(batches, Iterator):
             raise ValueError("batches is an iterator, spent after one pass; give a list or a DataLoader")
         chosen = _choose(model, parameters)
         self.model, self.loss_fn, self.batches, self.kind = model, loss_fn, batches, kind
         self.names = list(chosen)
         self.size = sum(parameter.numel() for parameter in chosen.values())
+        self.compiled, self.autocast = compiled, autocast
+        self._forward = forward_product(model, loss_fn, kind, autocast)
+        self._fast = torch.compile(self._forward, dynamic=False) if compiled else self._forward
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,30 +120,52 @@ class HessianOperator:
     def __matmul__(self, vector: Tensor) -> Tensor:
         """Return H v for one vector [d], or HV for a block [d, k]."""
         self._check(vector)
-        weights = {name: self.model.get_parameter(name).detach().requires_grad_() for name in self.names}
-        columns = vector.detach().reshape(self.size, -1).T
+        columns = vector.detach().reshape(self.size, -1).T.contiguous()  # compiled code is for one layout
         totals = torch.zeros_like(columns)
-        examples = 0
+        examples = common = 0
         with _undisturbed(self.model, self.device), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+            weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
             # Copies, because a module may write to its buffers even in eval mode.
             buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
             for inputs, targets in self.batches:
-                self._add_products(inputs, targets, weights, buffers, columns, totals)
+                # One shape is compiled, the common one: a compilation costs more than the short last batch ever will.
+                common = common or len(targets)
+                batch = _Batch(_to(inputs, self.device), _to(targets, self.device), len(targets) == common)
+                self._add_products(batch, weights, buffers, columns, totals)
                 examples += len(targets)
         if not examples:
             raise ValueError("batches holds no examples; give at least one (inputs, targets) pair")
         return (totals / examples).T.reshape(vector.shape)
 
-    def _add_products(
-        self, inputs: Any, targets: Any, weights: Weights, buffers: Weights, columns: Tensor, totals: Tensor
-    ) -> None:
+    def _add_products(self, batch: _Batch, weights: Weights, buffers: Weights, columns: Tensor, totals: Tensor) -> None:
         """Add one batch's share to the totals; its graph dies with this call, before the next batch comes."""
-        outputs = functional_call(self.model, {**weights, **buffers}, (_to(inputs, self.device),))
-        product = _PRODUCTS[self.kind](outputs, _to(targets, self.device), self.loss_fn, list(weights.values()))
+        product = (self._forwards if self.compiled else self._backwards)(batch, weights, buffers)
+        chosen = {name: weights[name] for name in self.names}
         for column, total in zip(columns, totals, strict=True):
-            pieces = product(list(unflatten(column, weights).values()))
-            for part, piece in zip(unflatten(total, weights).values(), pieces, strict=True):
-                part.add_(piece, alpha=len(targets))
+            pieces = product(unflatten(column, chosen))
+            for name, part in unflatten(total, chosen).items():
+                part.add_(pieces[name], alpha=len(batch.targets))
+
+    def _backwards(self, batch: _Batch, weights: Weights, buffers: Weights) -> Callable[[Weights], Weights]:
+        leaves = {name: weights[name].detach().requires_grad_() for name in self.names}
+        outputs = outputs_of(self.model, {**weights, **leaves, **buffers}, batch.inputs, self.autocast)
+        product = reverse_product(self.kind, outputs, batch.targets, self.loss_fn, list(leaves.values()))
+        return lambda vector: dict(zip(vector, product(list(vector.values())), strict=True))
+
+    def _forwards(self, batch: _Batch, weights: Weights, buffers: Weights) -> Callable[[Weights], Weights]:
+        forward = self._fast if batch.common else self._forward
+
+        def product(vector: Weights) -> Weights:
+            try:
+                return forward(weights, vector, buffers, batch.inputs, batch.targets)
+            except Exception as error:
+                self._backwards(batch, weights, buffers)(vector)  # raises what is not the fault of this way
+                why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                raise NotImplementedError(
+                    f"compiled=True, but products of this model cannot be compiled ({why}); leave compiled out"
+                ) from error
+
+        return product
 
     def _check(self, vector: Tensor) -> None:
         if vector.ndim not in (1, 2) or vector.shape[0] != self.size:
@@ -169,36 +204,6 @@ def _to(data: Any, device: torch.device) -> Any:
     return data.to(device, non_blocking=True) if isinstance(data, Tensor) else data
 
 
-def _vjp(outputs: Pieces, inputs: Pieces, vectors: Pieces, *, create_graph: bool = False) -> Pieces:
-    """Return Jᵀv, with zeros where the outputs do not depend on an input; the graph is kept for the next v."""
-    pairs = [(output, vector) for output, vector in zip(outputs, vectors, strict=True) if output.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(x) for x in inputs]
-    kept, weights = zip(*pairs, strict=True)
-    return torch.autograd.grad(
-        kept, inputs, weights, retain_graph=True, create_graph=create_graph, materialize_grads=True
-    )
-
-
-def _hessian_product(outputs: Any, targets: Any, loss_fn: Loss, weights: Pieces) -> Callable[[Pieces], Pieces]:
-    """Return v ↦ ∇²f v: the gradient differentiated once more, backwards because H = Hᵀ."""
-    loss = loss_fn(outputs, targets)
-    gradient = _vjp([loss], weights, [torch.ones_like(loss)], create_graph=True)
-    return lambda vector: _vjp(gradient, weights, vector)
-
-
-def _gauss_newton_product(outputs: Tensor, targets: Any, loss_fn: Loss, weights: Pieces) -> Callable[[Pieces], Pieces]:
-    """Return v ↦ Jᵀ(∇²loss)Jv; Jv comes from differentiating u ↦ Jᵀu, so that no op needs a forward mode."""
-    point = outputs.detach().requires_grad_()
-    dummy = torch.zeros_like(outputs, requires_grad=True)
-    pulled = _vjp([outputs], weights, [dummy], create_graph=True)
-    curve = _hessian_product(point, targets, loss_fn, [point])
-    return lambda vector: _vjp([outputs], weights, curve(_vjp(pulled, [dummy], vector)))
-
-
-_PRODUCTS = {"hessian": _hessian_product, "gauss-newton": _gauss_newton_product}
-
-
 @dataclass(frozen=True)
 class Eigenpairs:
     """Eigenvalues [k], eigenvectors as columns [d, k], true residuals ‖Hv − λv‖ [k], and the products they took."""
@@ -223,12 +228,20 @@ class LanczosStep:
     converged: bool
     basis: Tensor
     coefficients: Tensor
+    which: Which
 
     def pairs(self, op: SymmetricOperator) -> Eigenpairs:
-        """Return the eigenpairs found, with true residuals: one more product for each."""
+        """Return the best eigenpairs of ``op`` in the span of those found, with true residuals: a product for each.
+
+        ``op`` may be the operator in a higher precision, for a lower one does not see its own error.
+        """
         vectors = (self.coefficients.to(self.basis).T @ self.basis).T
-        values = self.values.to(self.basis)
-        residuals = torch.linalg.vector_norm(op @ vectors - vectors * values, dim=0)
+        products = op @ vectors
+        overlaps = inner(vectors.T, products).cpu()
+        values, turn = _ritz((overlaps + overlaps.T) / 2, self.which)
+        values, turn = values.to(vectors), turn.to(vectors)
+        vectors, products = vectors @ turn, products @ turn
+        residuals = torch.linalg.vector_norm(products - vectors * values, dim=0)
         return Eigenpairs(values, vectors, residuals, self.iterations)
 
 
@@ -325,7 +338,7 @@ def lanczos_steps(
         # One more than wanted must have settled: a loose tolerance would else take a later eigenvalue for a late one.
         small = bool((bounds[: k + 1] <= tolerance * scale).all())
         done = small and (count >= k if rest_known else count > k and not closed)
-        yield LanczosStep(values[:k], bounds[:k], scale, iteration, done, basis[:count], vectors[:, :k])
+        yield LanczosStep(values[:k], bounds[:k], scale, iteration, done, basis[:count], vectors[:, :k], which)
         if done:
             return
         if count == size:

@@ -104,7 +104,7 @@ def project(
             bench = bench or subject(sgd.recipe, lanczos, device=device, root=root)
             bench.load(weights_of(sgd, epoch)[1])
             journal = Journal(bench.hessian, products := out / f"products-{epoch:04d}")
-            pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what=f"epoch {epoch}")
+            pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what=f"epoch {epoch}", judge=bench.judge)
             for run in missing:
                 done[run.folder.name] = _measure(run, epoch, bench, pairs, goal)
             spectrum = [r for r in spectrum if r.epoch != epoch] + _eigenvalues(epoch, pairs)

@@ -176,7 +176,7 @@ def _eigenvectors(bench: Subject, w: Tensor, k: int, lanczos: Lanczos, out: Path
     """Yield the progress; write the eigenvalues and return the eigenvectors, those of positive eigenvalues."""
     if not k:
         return w.new_empty(len(w), 0)
-    pairs, goal = yield from leading_eigenpairs(bench.hessian, k, lanczos, what="eigenpairs")
+    pairs, goal = yield from leading_eigenpairs(bench.hessian, k, lanczos, what="eigenpairs", judge=bench.judge)
     shares = (inner(pairs.vectors.T, w.sign()) ** 2 / len(w)).tolist()
     found = zip(pairs.values.tolist(), pairs.residuals.tolist(), shares, strict=True)
     rows = [SpectrumRow(i, value, r, r <= goal, share) for i, (value, r, share) in enumerate(found, start=1)]

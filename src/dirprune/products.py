@@ -1,0 +1,123 @@
+"""Products of one batch's Hessian, or Gauss-Newton matrix, with vectors: two ways to the same numbers.
+
+Reverse over reverse differentiates the gradient backwards once more: every op that can be differentiated twice will do,
+and the vectors of a block share the first differentiation. Forward over reverse carries a tangent through the
+computation of the gradient: a pure function of tensors, of which `torch.compile` makes few and fast kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vjp
+
+from dirprune.weights import Weights
+
+Kind = Literal["hessian", "gauss-newton"]
+Loss = Callable[[Any, Any], Tensor]
+Pieces = Sequence[Tensor]
+ForwardProduct = Callable[[Weights, Weights, Weights, Any, Any], Weights]
+"""From (all weights, a vector of some or all of them, buffers, inputs, targets) to the product, named as the vector."""
+
+
+def outputs_of(model: nn.Module, state: Weights, inputs: Any, autocast: torch.dtype | None) -> Any:
+    """Return the model's outputs at this state, brought back from a lower precision to that of the weights.
+
+    The forward pass alone runs under autocast: derivatives follow the types that they find. The state is cast too, as
+    autocast does with convolutions' weights: where layers mix precisions, as BatchNorm does, tangents have no one type.
+    """
+    if autocast is None:
+        return functional_call(model, state, (inputs,))
+    first = next(iter(state.values()))
+    lower = {name: _cast(tensor, autocast) for name, tensor in state.items()}
+    with torch.autocast(first.device.type, autocast):
+        outputs = functional_call(model, lower, (_cast(inputs, autocast),))
+    return _cast(outputs, first.dtype)
+
+
+def _cast(data: Any, dtype: torch.dtype) -> Any:
+    return data.to(dtype) if isinstance(data, Tensor) and data.is_floating_point() else data
+
+
+def reverse_product(
+    kind: Kind, outputs: Any, targets: Any, loss_fn: Loss, weights: Pieces
+) -> Callable[[Pieces], Pieces]:
+    """Return v ↦ ∇²f v, or Jᵀ(∇²loss)J v, for outputs whose graph leads to the weights."""
+    return _REVERSE[kind](outputs, targets, loss_fn, weights)
+
+
+def forward_product(model: nn.Module, loss_fn: Loss, kind: Kind, autocast: torch.dtype | None = None) -> ForwardProduct:
+    """Return the product as a function of tensors alone, fit to be compiled: new weights need no new compilation.
+
+    >>> product = forward_product(nn.Linear(2, 1, bias=False), nn.MSELoss(), "hessian")
+    >>> w, v = {"weight": torch.zeros(1, 2)}, {"weight": torch.tensor([[1.0, 0.0]])}
+    >>> product(w, v, {}, torch.tensor([[1.0, 2.0]]), torch.zeros(1, 1))                 # H = 2 x xᵀ
+    {'weight': tensor([[2., 4.]])}
+    """
+    rule = _FORWARD[kind]
+
+    def product(weights: Weights, vector: Weights, buffers: Weights, inputs: Any, targets: Any) -> Weights:
+        def network(w: Weights) -> Any:
+            # Copies: a module may write to its buffers even in eval mode, and no transform lets it write to outer ones.
+            copies = {name: buffer.clone() for name, buffer in buffers.items()}
+            return outputs_of(model, {**w, **copies}, inputs, autocast)
+
+        # Zeros for the rest: torch cannot compile the forward mode of a BatchNorm that has it in some arguments only.
+        whole = {name: vector[name] if name in vector else torch.zeros_like(w) for name, w in weights.items()}
+        found = rule(network, lambda outputs: loss_fn(outputs, targets), weights, whole)
+        return {name: found[name] for name in vector}
+
+    return product
+
+
+def _forward_hessian(
+    network: Callable[[Weights], Any], loss: Callable[[Any], Tensor], weights: Weights, vector: Weights
+) -> Weights:
+    def objective(w: Weights) -> Tensor:
+        return loss(network(w))
+
+    return dict(jvp(grad(objective), (weights,), (vector,))[1])
+
+
+def _forward_gauss_newton(
+    network: Callable[[Weights], Any], loss: Callable[[Any], Tensor], weights: Weights, vector: Weights
+) -> Weights:
+    # Inside vjp the network runs as in training: where nothing asks for a gradient, attention takes a path without one.
+    outputs, pushed = jvp(lambda w: vjp(network, w)[0], (weights,), (vector,))[:2]
+    curved = jvp(grad(loss), (outputs,), (pushed,))[1]
+    pull = vjp(network, weights)[1]
+    return dict(pull(curved)[0])
+
+
+def _vjp(outputs: Pieces, inputs: Pieces, vectors: Pieces, *, create_graph: bool = False) -> Pieces:
+    """Return Jᵀv, with zeros where the outputs do not depend on an input; the graph is kept for the next v."""
+    pairs = [(output, vector) for output, vector in zip(outputs, vectors, strict=True) if output.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(x) for x in inputs]
+    kept, weights = zip(*pairs, strict=True)
+    return torch.autograd.grad(
+        kept, inputs, weights, retain_graph=True, create_graph=create_graph, materialize_grads=True
+    )
+
+
+def _reverse_hessian(outputs: Any, targets: Any, loss_fn: Loss, weights: Pieces) -> Callable[[Pieces], Pieces]:
+    """Return v ↦ ∇²f v: the gradient differentiated once more, backwards because H = Hᵀ."""
+    loss = loss_fn(outputs, targets)
+    gradient = _vjp([loss], weights, [torch.ones_like(loss)], create_graph=True)
+    return lambda vector: _vjp(gradient, weights, vector)
+
+
+def _reverse_gauss_newton(outputs: Tensor, targets: Any, loss_fn: Loss, weights: Pieces) -> Callable[[Pieces], Pieces]:
+    """Return v ↦ Jᵀ(∇²loss)Jv; Jv comes from differentiating u ↦ Jᵀu, so that no op needs a forward mode."""
+    point = outputs.detach().requires_grad_()
+    dummy = torch.zeros_like(outputs, requires_grad=True)
+    pulled = _vjp([outputs], weights, [dummy], create_graph=True)
+    curve = _reverse_hessian(point, targets, loss_fn, [point])
+    return lambda vector: _vjp([outputs], weights, curve(_vjp(pulled, [dummy], vector)))
+
+
+_REVERSE = {"hessian": _reverse_hessian, "gauss-newton": _reverse_gauss_newton}
+_FORWARD = {"hessian": _forward_hessian, "gauss-newton": _forward_gauss_newton}
