@@ -16,7 +16,7 @@ LIBRARY = {
     "curvature": {"modes", "products", "weights"},
     "products": {"weights"},
     "direction": {"curvature", "weights"},
-    "landscape": {"graphs", "weights"},
+    "landscape": {"batchnorm", "graphs", "weights"},
     "connect": {"graphs", "landscape", "weights"},
     "theory": {"curvature", "direction", "weights", "update"},
     "limit_law": {"theory"},

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from dirprune.batchnorm import batchnorms, estimate_statistics
 from dirprune.graphs import Captured
 from dirprune.weights import Weights, put
 
@@ -82,10 +82,7 @@ class Evaluator:
     ) -> None:
         self._network = copy.deepcopy(model).eval().requires_grad_(False)
         self._device = next(self._network.parameters()).device
-        norms = [m for m in self._network.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-        for norm in norms:
-            norm.momentum = 1.0  # a pass in training mode leaves that batch's statistics alone in the buffers
-        self._norms = nn.ModuleList(norms).eval()
+        self._norms = batchnorms(self._network)
         if channels_last:
             self._network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if capture and self._device.type != "cuda":
@@ -97,7 +94,7 @@ class Evaluator:
         self._forward = torch.compile(self._network, dynamic=False) if compiled else self._network
         self._step: Callable[[Tensor, Tensor], Tensor] = self._score
         if self._device.type == "cuda" if capture is None else capture:
-            self._step = Captured(self._score, key=lambda: self._norms.training)
+            self._step = Captured(self._score, key=lambda: any(norm.training for norm in self._norms))
 
     @torch.no_grad()
     def __call__(self, weights: Mapping[str, Tensor], place: Place = ()) -> Measurement:
@@ -105,22 +102,9 @@ class Evaluator:
         put(self._network, weights)
         with torch.cuda.device_of(next(self._network.parameters())):  # type: ignore[no-untyped-call]
             if self._norms:
-                self._estimate_statistics()
+                estimate_statistics(self._norms, self._train, self._step)
             train, test = torch.stack([self._totals(self._train), self._totals(self._test)]).cpu()  # the one wait
         return Measurement(place, *means(train, "loaders.train"), *means(test, "loaders.test"))
-
-    def _estimate_statistics(self) -> None:
-        """Give BatchNorm the batch statistics of these weights, averaged over the training samples."""
-        statistics = [buffer for buffer in self._norms.buffers() if buffer.is_floating_point()]
-        torch._foreach_zero_(statistics)  # a nan of the last point would stay: 0 · nan = nan
-        sums, seen = [torch.zeros_like(statistic) for statistic in statistics], 0
-        self._norms.train()
-        for inputs, targets in self._train:
-            self._step(inputs, targets)
-            torch._foreach_add_(sums, statistics, alpha=len(inputs))
-            seen += len(inputs)
-        self._norms.eval()
-        torch._foreach_copy_(statistics, torch._foreach_div(sums, max(seen, 1)))
 
     def _totals(self, batches: list[Batch]) -> Tensor:
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)

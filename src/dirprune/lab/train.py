@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dirprune.batchnorm import batchnorms, estimate_statistics
 from dirprune.lab.baselines.method import Method
 from dirprune.lab.execution import Execution, PlainScoring, Scoring, Tally, make_scoring, make_step
 from dirprune.lab.loader import Loader
@@ -173,26 +174,11 @@ def evaluate(
     return Score(loss_sum / loader.examples, 100 * correct / loader.examples)
 
 
-@torch.no_grad()
 def recalibrate_batchnorm(model: nn.Module, loader: Loader, *, execution: Execution | None = None) -> None:
     """Replace the running statistics of every BatchNorm by their means over a plain pass of ``loader``."""
-    execution = execution or Execution()
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
-    if not norms:
-        return
-    momenta = [norm.momentum for norm in norms]
-    with eval_mode(model):  # nothing but the statistics may depend on the mode
-        try:
-            for norm in norms:
-                norm.reset_running_stats()
-                norm.momentum = None  # a cumulative mean
-                norm.train()
-            for inputs, _ in loader:
-                with execution.autocast(inputs.device):
-                    model(inputs.to(memory_format=execution.memory_format))
-        finally:
-            for norm, momentum in zip(norms, momenta, strict=True):
-                norm.momentum = momentum
+    if norms := batchnorms(model):
+        with eval_mode(model):  # nothing but the statistics may depend on the mode
+            estimate_statistics(norms, loader, PlainScoring(model, execution or Execution()))
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

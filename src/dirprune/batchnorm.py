@@ -1,0 +1,50 @@
+"""BatchNorm's statistics, estimated anew for the weights at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def batchnorms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the layers of the model that keep running statistics."""
+    return [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
+
+
+@torch.no_grad()
+def estimate_statistics(
+    norms: Sequence[_BatchNorm],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    forward: Callable[[Tensor, Tensor], object],
+) -> None:
+    """Replace running statistics by mean and variance of each batch, averaged over the samples.
+
+    Args:
+        norms: from `batchnorms`; the mode of everything else is the caller's.
+        batches: pairs (inputs, targets).
+        forward: ``forward(inputs, targets)`` passes a batch through the network.
+
+    >>> norm = nn.BatchNorm1d(1).eval()
+    >>> data = [(torch.tensor([[1.0], [3.0]]), torch.zeros(2)), (torch.tensor([[5.0]]).expand(4, 1), torch.zeros(4))]
+    >>> estimate_statistics([norm], data, lambda inputs, targets: norm(inputs))
+    >>> norm.running_mean, norm.training
+    (tensor([4.]), False)
+    """
+    before = [(norm, norm.momentum, norm.training) for norm in norms]
+    statistics = [s for norm in norms for s in (norm.running_mean, norm.running_var) if s is not None]
+    sums, seen = [torch.zeros_like(statistic) for statistic in statistics], 0
+    try:
+        for norm in norms:
+            norm.reset_running_stats()  # a nan would stay: 0 · nan = nan
+            norm.momentum, norm.training = 1.0, True  # a pass leaves its batch's statistics alone in the buffers
+        for inputs, targets in batches:
+            forward(inputs, targets)
+            torch._foreach_add_(sums, statistics, alpha=len(inputs))
+            seen += len(inputs)
+    finally:
+        for norm, momentum, mode in before:
+            norm.momentum, norm.training = momentum, mode
+    torch._foreach_copy_(statistics, torch._foreach_div(sums, max(seen, 1)))
