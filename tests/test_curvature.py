@@ -86,9 +86,8 @@ def dense_hessian(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor],
     def loss(w: Tensor) -> Tensor:
         return loss_fn(functional_call(model, unflatten(w, weights), (inputs,)), targets)
 
-    # Only the plain formula of attention has the forward mode that this needs; loading torch's forward mode warns.
-    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*torch.jit.script")
+    # Only the plain formula of attention has the forward mode that this needs.
+    with sdpa_kernel(SDPBackend.MATH):
         return hessian(loss)(flatten(weights))
 
 
@@ -160,10 +159,6 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     torch.compiler.reset()
 
 
-forward_mode = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's, when it loads
-
-
-@forward_mode
 @pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
 @pytest.mark.parametrize(("build", "shape"), NETWORKS)
 def test_forward_over_reverse_gives_the_same_products(
@@ -176,7 +171,6 @@ def test_forward_over_reverse_gives_the_same_products(
     torch.testing.assert_close(ops[1] @ block, ops[0] @ block)
 
 
-@forward_mode
 def test_compiled_products_are_those_of_the_dense_hessian(quick_compiler: list[Any]) -> None:
     """Two batches of the common size, two of others, a block, one vector and new weights: one compilation."""
     model, batches, loss_fn = convnet(), unequal_batches(1, 6, 6), nn.CrossEntropyLoss()
@@ -192,12 +186,20 @@ def test_compiled_products_are_those_of_the_dense_hessian(quick_compiler: list[A
     assert len(quick_compiler) == 1
 
 
-@forward_mode
 def test_the_compiler_itself_keeps_the_products() -> None:
     model, batches, loss_fn = mlp(), unequal_batches(4), nn.CrossEntropyLoss()
     op = HessianOperator(model, loss_fn, batches, parameters=["0.weight", "4.weight"], compiled=True)
     torch.testing.assert_close(dense(op), dense(HessianOperator(model, loss_fn, batches, parameters=op.names)))
     torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), nn.BCEWithLogitsLoss(), nn.SmoothL1Loss()])
+def test_targets_may_be_numbers(loss_fn: nn.Module, kind: str) -> None:
+    model, batches = mlp(), [(inputs, torch.rand(len(inputs), 3).double()) for inputs, _ in unequal_batches(4)]
+    ops = [HessianOperator(model, loss_fn, batches, kind=kind, compiled=compiled) for compiled in (False, True)]
+    torch.testing.assert_close(dense(ops[1]), dense(ops[0]))
 
 
 class Square(torch.autograd.Function):
@@ -232,7 +234,6 @@ def test_what_cannot_be_compiled_is_told_with_the_remedy() -> None:
         HessianOperator(mlp(), loss_fn, wrong, compiled=True) @ torch.ones(53, dtype=torch.float64)
 
 
-@forward_mode
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
 def test_a_lower_precision_is_near_and_the_same_however_it_is_made(kind: str) -> None:
@@ -278,7 +279,6 @@ class Counting(nn.Module):
         return self.inner(x)
 
 
-@forward_mode
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_model_and_the_random_state_are_left_as_found(compiled: bool) -> None:
@@ -335,7 +335,6 @@ def test_the_weights_are_read_at_every_product() -> None:
     torch.testing.assert_close(dense(op), dense_hessian(model, loss_fn, batches))
 
 
-@forward_mode
 @pytest.mark.parametrize("compiled", [False, True])
 def test_flat_and_unused_weights_have_zero_curvature(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)

@@ -67,29 +67,37 @@ def forward_product(model: nn.Module, loss_fn: Loss, kind: Kind, autocast: torch
 
         # Zeros for the rest: torch cannot compile the forward mode of a BatchNorm that has it in some arguments only.
         whole = {name: vector[name] if name in vector else torch.zeros_like(w) for name, w in weights.items()}
-        found = rule(network, lambda outputs: loss_fn(outputs, targets), weights, whole)
+        found = rule(network, loss_fn, targets, weights, whole)
         return {name: found[name] for name in vector}
 
     return product
 
 
 def _forward_hessian(
-    network: Callable[[Weights], Any], loss: Callable[[Any], Tensor], weights: Weights, vector: Weights
+    network: Callable[[Weights], Any], loss_fn: Loss, targets: Any, weights: Weights, vector: Weights
 ) -> Weights:
-    def objective(w: Weights) -> Tensor:
-        return loss(network(w))
-
-    return dict(jvp(grad(objective), (weights,), (vector,))[1])
+    return dict(_along(grad(lambda w, t: loss_fn(network(w), t)), weights, vector, targets))
 
 
 def _forward_gauss_newton(
-    network: Callable[[Weights], Any], loss: Callable[[Any], Tensor], weights: Weights, vector: Weights
+    network: Callable[[Weights], Any], loss_fn: Loss, targets: Any, weights: Weights, vector: Weights
 ) -> Weights:
     # Inside vjp the network runs as in training: where nothing asks for a gradient, attention takes a path without one.
     outputs, pushed = jvp(lambda w: vjp(network, w)[0], (weights,), (vector,))[:2]
-    curved = jvp(grad(loss), (outputs,), (pushed,))[1]
+    curved = _along(grad(lambda o, t: loss_fn(o, t)), outputs, pushed, targets)
     pull = vjp(network, weights)[1]
     return dict(pull(curved)[0])
+
+
+def _along(function: Callable[[Any, Any], Any], point: Any, tangent: Any, targets: Any) -> Any:
+    """Return the derivative of p ↦ function(p, targets) along the tangent.
+
+    Targets that are not class numbers get a tangent too, of zeros: without one torch's forward mode of a squared error
+    fails, and when compiled takes the process with it.
+    """
+    if isinstance(targets, Tensor) and targets.is_floating_point():
+        return jvp(function, (point, targets), (tangent, torch.zeros_like(targets)))[1]
+    return jvp(lambda p: function(p, targets), (point,), (tangent,))[1]
 
 
 def _vjp(outputs: Pieces, inputs: Pieces, vectors: Pieces, *, create_graph: bool = False) -> Pieces:
