@@ -146,7 +146,7 @@ def test_latest_is_the_newest_and_says_nothing_when_all_is_well(folder: Path) ->
 def test_a_damaged_file_is_refused(folder: Path, damage: Any) -> None:
     path = save(folder, 1, {"weight": torch.arange(1000.0)})
     damage(path)
-    with pytest.raises(CorruptCheckpoint, match=r"epoch-0001\.pt .*earlier checkpoint"):
+    with pytest.raises(CorruptCheckpoint, match=r"epoch-0001\.pt (is corrupt|has no checksum)"):
         load(path)
 
 
@@ -155,7 +155,7 @@ def test_the_error_gives_both_checksums(folder: Path) -> None:
     expected = hashlib.sha256(path.read_bytes()).hexdigest()
     flip_byte(path)
     found = hashlib.sha256(path.read_bytes()).hexdigest()
-    with pytest.raises(CorruptCheckpoint, match=f"expected sha256 '{expected}', found '{found}'"):
+    with pytest.raises(CorruptCheckpoint, match=f"its sha256 is {found[:8]}…, and should be {expected[:8]}…"):
         load(path)
 
 

@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from torch import nn
 from dirprune import sparsity
 from dirprune.lab import checkpoint, experiment, recipes, runs
 from dirprune.lab.checkpoint import CheckpointWarning
-from dirprune.lab.experiment import Diverged, assemble, conduct, make_method
+from dirprune.lab.experiment import Diverged, LostRecords, assemble, conduct, make_method
 from dirprune.lab.loader import Loader
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.runs import Run
@@ -401,6 +402,46 @@ def test_a_network_that_does_not_fit_the_data_is_refused_before_anything_is_writ
         with pytest.raises(ValueError, match=words):
             finish(run)
         assert checkpoint.epochs(run.checkpoints) == []
+
+
+class Pair(nn.Linear):
+    """A user's network that returns more than its logits."""
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return super().forward(inputs.flatten(1)), inputs
+
+
+def pair(num_classes: int) -> nn.Module:
+    return Pair(64, num_classes)
+
+
+def narrow(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes - 1))
+
+
+def test_a_network_of_another_output_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    for model, words in [("pair", "returns a tuple, not a tensor; wrap it"), ("narrow", "one output a class")]:
+        run = runs.create(tmp_path / model, replace(SHORT, model=f"test_experiment:{model}"))
+        with pytest.raises(ValueError, match=words):
+            finish(run)
+
+
+def test_a_run_whose_checkpoints_are_gone_keeps_its_records(tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", SHORT)
+    records = finish(run)
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(ValueError, match="4 recorded epochs and no checkpoint to go on from; put its checkpoints back"):
+        finish(run)
+    assert run.records() == records
+    assert run.outcome() is not None
+
+
+def test_a_run_whose_records_are_gone_says_so_and_goes_on(tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", SHORT)
+    finish(run, stopping=after(2))
+    (run.folder / "metrics.jsonl").unlink()
+    with pytest.warns(LostRecords, match=r"metrics.jsonl ends at epoch 0, the newest checkpoint is of epoch 2"):
+        assert [record.epoch for record in finish(run)] == [3, 4]
 
 
 def test_a_run_is_trained_by_one_job_at_a_time(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from dirprune.lab import checkpoint, models, recipes, runs
 from dirprune.lab.experiment import conduct
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.report import draw, duration, layers, layerwise, report, settings
-from dirprune.lab.runs import Run
+from dirprune.lab.runs import Outcome, Run
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.train import EpochRecord
 
@@ -169,6 +169,25 @@ def test_a_run_without_an_epoch_gives_a_row_a_note_and_no_figure(tmp_path: Path)
     assert "no finished epoch" in made.notes[0]
     assert draw(made) == []
     assert not (tmp_path / "new" / "figures").exists()
+
+
+def test_notes_say_why_a_run_has_not_all_its_epochs(tmp_path: Path) -> None:
+    for name, outcome in {"nan": Outcome(diverged="the loss became nan"), "cut": Outcome(), "short": None}.items():
+        run = make_run(tmp_path / name, replace(DIGITS, lr=0.1 + len(name)), [50.0])
+        if outcome:
+            run.conclude(outcome)
+    notes = report([tmp_path / name for name in ("nan", "cut", "short")]).notes
+    for words in ("nan diverged: the loss became nan; train it anew", "cut has ended, but", "dirprune resume"):
+        assert sum(words in note for note in notes) == 1
+
+
+def test_layers_of_a_run_without_its_checkpoints_are_those_it_ended_with(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", replace(DIGITS, model="gone:net"), [50.0, 60.0, 70.0])
+    zeros = sparsity({"weight": torch.eye(4)})
+    run.conclude(Outcome(zeros))
+    epoch, found = layerwise(run)
+    assert (epoch, found.layers[0].zeros) == (3, 12)
+    assert [path.name for path in draw(report([run.folder]))] == ["curves.png", "layers.png"]
 
 
 def test_notes_warn_of_repeated_seeds_and_of_validation(tmp_path: Path) -> None:

@@ -146,11 +146,18 @@ def test_a_last_line_cut_anywhere_does_not_count(run: Run) -> None:
     assert run.records() == [record(1), record(2), record(3)]
 
 
+def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(run: Run) -> None:
+    for epoch in (0, 2):
+        checkpoint.save(run.checkpoints, epoch, {"model": {}})
+    with pytest.raises(FileNotFoundError, match="no checkpoint of epoch 1; it has 0, 2"):
+        runs.weights_of(run, 1)
+
+
 def test_a_damaged_line_before_the_last_is_an_error(run: Run) -> None:
     path = run.folder / "metrics.jsonl"
     for damage in ("{", '{"epoch": 1}'):
         path.write_text("\n".join([damage, *path.read_text().splitlines()[1:]]) + "\n")
-        with pytest.raises(ValueError, match=r"metrics.jsonl holds a line that is not an epoch record"):
+        with pytest.raises(ValueError, match=r"line 1 of .*metrics.jsonl is not an epoch record"):
             run.records()
 
 

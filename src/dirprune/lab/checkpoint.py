@@ -97,8 +97,7 @@ def load(path: Path, *, map_location: str | torch.device = "cpu") -> State:
     except pickle.UnpicklingError as error:
         # torch's own message advises loading without the protection, so it is left to the traceback.
         raise CorruptCheckpoint(
-            f"{path} holds more than tensors and plain values, none of which was executed; delete it and take an "
-            "earlier checkpoint"
+            f"{path} holds more than tensors and plain values, none of which was executed"
         ) from error
     return state
 
@@ -137,7 +136,10 @@ def latest(folder: Path, *, map_location: str | torch.device = "cpu") -> tuple[i
             warnings.warn(message, CheckpointWarning, stacklevel=2)
         return epoch, state
     if problems:
-        raise CorruptCheckpoint(f"no checkpoint in {folder} can be trusted; start again: {'; '.join(problems)}")
+        raise CorruptCheckpoint(
+            f"no checkpoint in {folder} can be trusted; restore one from a copy, or train anew with another --out. "
+            + "; ".join(problems)
+        )
     return None
 
 
@@ -241,15 +243,12 @@ def _verified(path: Path) -> bytes:
     """The content of a checkpoint file if its checksum agrees; read once, so that what is checked is what is loaded."""
     data = path.read_bytes()
     sidecar = _sidecar(path)
-    remedy = "delete it or restore it from a copy; an earlier checkpoint can be resumed from"
     if not sidecar.exists():
-        raise CorruptCheckpoint(
-            f"{path} has no checksum {sidecar.name}, so its writing may not have finished; {remedy}"
-        )
+        raise CorruptCheckpoint(f"{path} has no checksum {sidecar.name}, so its writing may not have finished")
     expected = sidecar.read_text(errors="replace").partition(" ")[0]
     found = hashlib.sha256(data).hexdigest()
     if found != expected:
-        raise CorruptCheckpoint(f"{path} is corrupt: expected sha256 {expected!r}, found {found!r}; {remedy}")
+        raise CorruptCheckpoint(f"{path} is corrupt: its sha256 is {found[:8]}…, and should be {expected[:8]}…")
     return data
 
 

@@ -195,21 +195,25 @@ def report(
     with clear_errors():
         from dirprune.lab import report as reports
 
-        found = reports.report(run)
-        paths = reports.draw(found, out or (None if len(run) == 1 else Path("report")))
-        if not is_terminal():
-            emit({**found.to_dict(), "figures": [str(path) for path in paths]})
-            return
-        cells = [row.cells() for row in found.rows]
-        show("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2)
-        for note in found.notes:
-            say(note)
-        if len(run) == 1 and paths:
+        found, paths = reports.report(run), []
+        if is_terminal():  # before the figures, which may fail alone
+            cells = [row.cells() for row in found.rows]
+            show("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2)
+            for note in found.notes:
+                say(note)
+        try:
+            paths = reports.draw(found, out or (None if len(run) == 1 else Path("report")))
+        except OSError as error:
+            raise ValueError(f"the figures cannot be written: {error}; give another folder with --out") from error
+        finally:
+            if not is_terminal():
+                emit({**found.to_dict(), "figures": [str(path) for path in paths]})
+        if is_terminal() and len(run) == 1 and paths:
             from dirprune.lab import runs
 
             epoch, zeros = reports.layerwise(runs.load(run[0]))
             print(f"\nLayer by layer, after epoch {epoch}:\n\n{zeros}\n")
-        for path in paths:
+        for path in paths if is_terminal() else []:
             print(f"figure: {path}")
 
 
@@ -326,10 +330,10 @@ def bench(
                     advance(1, note=f"{cost.model} {cost.optimizer}: {cost.ms:.2f} ms")
                     if not is_terminal():
                         emit(cost.to_dict())
-        if out:
-            benchmark.write(costs, out, where)
         if is_terminal():
             show("A training step", benchmark.COLUMNS, benchmark.table(costs), left=2)
+        if out:
+            benchmark.write(costs, out, where)
 
 
 app.add_typer(cli_research.app)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from dirprune import GRDA, prunable_groups, sparsity
@@ -37,6 +38,10 @@ _STATISTICS = {"": None, "cifar": CIFAR_STATISTICS, "imagenet": IMAGENET_STATIST
 
 FREE_TO_CHANGE = {"about", "keep", "published", "cpu", "cuda"}
 """What of a recipe does not decide the numbers of a run that goes on."""
+
+
+class LostRecords(UserWarning):
+    """A run's metrics.jsonl does not reach as far as its checkpoints."""
 
 
 class Diverged(RuntimeError):
@@ -182,6 +187,7 @@ def _conduct(
     method = make_method(recipe, Reward(parts.loaders, execution, process))
     process.wait()  # the first one may still be writing what it was asked to stop at
     found = checkpoint.latest(run.checkpoints)
+    _check_records(run, found[0] if found else None, tell=process.is_first)
     done = _go_back(run, parts, method, found)
     process.wait()  # all have read before the first one writes
     if process.is_first:
@@ -300,11 +306,36 @@ def _check_fit(recipe: Recipe, parts: Parts) -> None:
     )
     try:
         with eval_mode(parts.model):
-            shape = tuple(parts.model(inputs).shape)
+            outputs = parts.model(inputs)
     except RuntimeError as error:
         raise ValueError(f"{what}: {str(error).splitlines()[0]}; choose another --model or recipe") from error
+    if not isinstance(outputs, Tensor):
+        raise ValueError(
+            f"model={recipe.model!r} returns a {type(outputs).__name__}, not a tensor; wrap it to return its logits"
+        )
+    shape = tuple(outputs.shape)
     if shape != (len(inputs), parts.loaders.classes):
-        raise ValueError(f"{what} in {parts.loaders.classes} classes: it gives shape {shape} for {len(inputs)} of them")
+        raise ValueError(
+            f"{what} in {parts.loaders.classes} classes: it gives shape {shape} for {len(inputs)} of them; its last "
+            "layer must have one output a class"
+        )
+
+
+def _check_records(run: Run, saved: int | None, *, tell: bool) -> None:
+    """Raise if records would be lost by beginning anew; warn if the newest checkpoint is ahead of them."""
+    recorded = max((record.epoch for record in run.records()), default=0)
+    if saved is None and recorded:
+        raise ValueError(
+            f"{run.folder} has {recorded} recorded epochs and no checkpoint to go on from; put its checkpoints back, "
+            "or train anew with another --out"
+        )
+    if tell and saved and recorded < saved:
+        warnings.warn(
+            f"{run.folder / 'metrics.jsonl'} ends at epoch {recorded}, the newest checkpoint is of epoch {saved}: the "
+            "records between are lost",
+            LostRecords,
+            stacklevel=2,
+        )
 
 
 def _check_unchanged(run: Run, state: checkpoint.State) -> None:

@@ -204,8 +204,11 @@ def _conclude(run: Run, quiet: bool) -> None:
         say(f"Stopped; saved up to epoch {saved[-1]} of {run.recipe.epochs}. Go on with:")
         say(f"    dirprune resume {shlex.quote(str(run.folder))}")
         raise typer.Exit(INTERRUPTED)
+    if quiet:
+        return
     records = run.records()
-    if quiet or not records:
+    if not records:
+        say(f"{run.folder}: all {run.recipe.epochs} epochs are done, and metrics.jsonl has none of them.")
         return
     last = records[-1]
     what = "validation" if run.recipe.validation else "test"

@@ -198,7 +198,8 @@ def layers(report: Report) -> dict[str, dict[str, list[SparsityReport]]]:
     """
     networks: dict[str, dict[str, list[SparsityReport]]] = {}
     for group in report.groups:
-        counted = [layerwise(run) for run in group.runs if any(checkpoint.epochs(run.checkpoints))]
+        known = (run for run in group.runs if any(checkpoint.epochs(run.checkpoints)) or _zeros_at_the_end(run))
+        counted = [layerwise(run) for run in known]
         if not counted:
             continue
         epochs = sorted({epoch for epoch, _ in counted})
@@ -209,7 +210,22 @@ def layers(report: Report) -> dict[str, dict[str, list[SparsityReport]]]:
 
 
 def layerwise(run: Run) -> tuple[int, SparsityReport]:
-    """Return (epoch, sparsity) of the newest checkpoint of a run, counted over its parameters, not its buffers."""
+    """Return (epoch, sparsity) of a run's newest checkpoint, or, where that cannot be read, of how the run ended."""
+    try:
+        return _counted(run)
+    except (OSError, ValueError, checkpoint.CorruptCheckpoint):
+        if zeros := _zeros_at_the_end(run):
+            return run.recipe.epochs, zeros
+        raise
+
+
+def _zeros_at_the_end(run: Run) -> SparsityReport | None:
+    outcome = run.outcome()
+    return outcome.zeros if outcome else None
+
+
+def _counted(run: Run) -> tuple[int, SparsityReport]:
+    """Return (epoch, sparsity) of the newest checkpoint, counted over the parameters, not the buffers."""
     epoch, state = runs.weights_of(run)
     names = _parameter_names(run.recipe.model)
     if missing := [name for name in names if name not in state]:
@@ -282,7 +298,15 @@ def _notes(group: Group) -> list[str]:
     """Return what the row of a group does not say."""
     recipe, row, notes = group.runs[0].recipe, group.row, []
     for run, records in zip(group.runs, group.records, strict=True):
-        if not records:
+        if (outcome := run.outcome()) and outcome.diverged:
+            notes.append(
+                f"{run.folder} diverged: {outcome.diverged}; train it anew with a smaller --lr, or another --seed"
+            )
+        elif outcome and len(records) < recipe.epochs:
+            notes.append(
+                f"{run.folder} has ended, but its metrics.jsonl holds {len(records)} of {recipe.epochs} epochs"
+            )
+        elif not records:
             notes.append(f"{run.folder} has no finished epoch yet and is left out")
         elif len(records) < recipe.epochs:
             notes.append(f"{run.folder} has {len(records)} of {recipe.epochs} epochs; `dirprune resume {run.folder}`")

@@ -94,10 +94,13 @@ class Run:
         lines = path.read_text().splitlines() if path.exists() else []
         if lines and not _is_whole(lines[-1]):
             lines.pop()
+        records: list[EpochRecord] = []
         try:
-            return [EpochRecord(**json.loads(line)) for line in lines]
+            records.extend(EpochRecord(**json.loads(line)) for line in lines)
         except (json.JSONDecodeError, TypeError) as error:
-            raise ValueError(f"{path} holds a line that is not an epoch record: {error}") from error
+            number = len(records) + 1
+            raise ValueError(f"line {number} of {path} is not an epoch record: {error}; mend it by hand") from error
+        return records
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -143,7 +146,9 @@ class Run:
         try:
             return Outcome.from_dict(json.loads(path.read_text())) if path.exists() else None
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} cannot be read as an outcome: {error}") from error
+            raise ValueError(
+                f"{path} cannot be read as an outcome: {error}; delete it, and `dirprune resume` writes it again"
+            ) from error
 
     def conclude(self, outcome: Outcome) -> None:
         """Note how the run ended."""
@@ -172,9 +177,8 @@ class Run:
 def create(folder: Path, recipe: Recipe) -> Run:
     """Make the directory of a new run; one that is there already is not touched."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunExists(
-            f"{folder} exists and is never overwritten; go on with `dirprune resume {folder}`, or give another --out"
-        )
+        remedy = f"go on with `dirprune resume {folder}`, or " if (folder / "config.json").is_file() else ""
+        raise RunExists(f"{folder} exists and is never overwritten; {remedy}give another --out")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", recipe.to_dict())
     return Run(folder, recipe)
@@ -207,15 +211,18 @@ def load(folder: Path) -> Run:
         raise FileNotFoundError(f"{folder} is not a run: it has no config.json; {remedy}")
     try:
         return Run(folder, Recipe.from_dict(json.loads(config.read_text())))
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{config} cannot be read as a recipe: {error}") from error
 
 
 def weights_of(run: Run, epoch: int | None = None) -> tuple[int, dict[str, Any]]:
     """Return (epoch, model state) of the run's newest checkpoint, or of ``epoch``."""
     if epoch is not None:
-        path = run.checkpoints / f"epoch-{epoch:04d}.pt"
-        return epoch, checkpoint.load(path)["model"]
+        if epoch not in (known := checkpoint.epochs(run.checkpoints)):
+            raise FileNotFoundError(
+                f"{run.folder} has no checkpoint of epoch {epoch}; it has {', '.join(map(str, known)) or 'none'}"
+            )
+        return epoch, checkpoint.load(run.checkpoints / f"epoch-{epoch:04d}.pt")["model"]
     found = checkpoint.latest(run.checkpoints)
     if found is None:
         raise FileNotFoundError(f"{run.folder} has no checkpoint yet; `dirprune resume {run.folder}` goes on training")
