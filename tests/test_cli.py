@@ -253,6 +253,11 @@ def test_every_override_reaches_the_configuration(monkeypatch: pytest.MonkeyPatc
     assert given == {"device": "cpu", "root": Path("d"), "save_every": 4, "tensorboard": True}
 
 
+def test_options_of_another_optimizer_are_told(trained: dict[str, tuple[Path, Result]]) -> None:
+    assert "--c only matter to gRDA" in trained["sgd"][1].stderr
+    assert "only matter" not in trained["grda"][1].stderr
+
+
 def test_without_out_the_run_is_named_after_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "follow", lambda run, **_: run())
     call("train", "digits", "--c", 0.5, "--seed", 3)

@@ -102,7 +102,9 @@ def demo(
         show("The same network, weights and minibatches", ("", *columns), rows)
         print(f"\nWhat gRDA left of each layer:\n\n{layerwise(runs.load(folder / 'grda'))[1]}")
         print(f"\nThe figure (accuracy and sparsity over training): {figure}")
-        print("In your own script: optimizer = dirprune.GRDA(model.parameters(), lr=0.1, c=5e-4, mu=0.51)")
+        print("In your own script:")
+        numbers = f"lr={recipe.lr:g}, c={recipe.c:g}, mu={recipe.mu:g}"
+        print(f"    optimizer = dirprune.GRDA(model.parameters(), {numbers})")
 
 
 @app.command()
@@ -151,10 +153,13 @@ def train(
             precision=precision.value if precision else None,
             compile=compile,
         )
+        if chosen.optimizer == "sgd" and (idle := [name for name, value in (("--c", c), ("--mu", mu)) if value]):
+            say(f"{' and '.join(idle)} only matter to gRDA: SGD trains without.")
         folder = out or runs.unused(Path("runs") / runs.default_name(chosen))
         factor = chosen.schedule.factor(1, chosen.epochs)
         if chosen.schedule.kind != "cosine" and factor < 1:
-            say(f"At {chosen.epochs} epochs this schedule never reaches --lr: it begins at {factor * chosen.lr:g}.")
+            many = f"{chosen.epochs} epoch{'s' if chosen.epochs > 1 else ''}"
+            say(f"At {many} this schedule never reaches --lr: it begins at {factor * chosen.lr:g}.")
         follow(
             lambda: runs.create(folder, chosen),
             device=device,
