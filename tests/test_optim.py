@@ -4,7 +4,9 @@ import copy
 import io
 import math
 import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dirprune import GRDA, prunable_groups
+from dirprune import GRDA, prunable_groups, sparsity
 from dirprune.update import grow_thresholds
 
+ROOT = Path(__file__).parent.parent
 PATHS: list[dict[str, Any]] = [
     {"foreach": False, "fused": False},
     {"foreach": True},
@@ -581,7 +584,13 @@ def test_sparse_gradients_equal_dense_ones(path: dict[str, Any], options: dict[s
         ({"lr": -0.1}, ["lr=-0.1", "≥ 0"]),
         ({"lr": math.nan}, ["lr=nan", "finite"]),
         ({"lr": math.inf}, ["lr=inf", "finite"]),
-        ({"lr": torch.tensor([0.1, 0.2])}, ["lr", "one element"]),
+        ({"lr": torch.tensor([0.1, 0.2])}, ["lr=tensor(", "one element"]),
+        ({"lr": "a"}, ["lr='a'", "number", "lr=0.1"]),
+        ({"lr": "0.1"}, ["lr='0.1'", "number"]),
+        ({"c": None}, ["c=None", "number", "c=0.0005"]),
+        ({"mu": "x"}, ["mu='x'", "number", "mu=0.51"]),
+        ({"momentum": None}, ["momentum=None", "momentum=0.9"]),
+        ({"weight_decay": [0.1]}, ["weight_decay=[0.1]", "weight_decay=0.0005"]),
         ({"c": -1.0}, ["c=-1.0", "≥ 0"]),
         ({"c": math.nan}, ["c=nan"]),
         ({"c": math.inf}, ["c=inf", "finite"]),
@@ -705,8 +714,36 @@ def test_prunable_groups(exempt: tuple[str, ...], dense: set[str]) -> None:
     assert set(kept) == {name for name, c in names.items() if c == 0}
 
 
+def test_prunable_groups_needs_the_names_that_a_module_has() -> None:
+    model: Any = nn.Linear(2, 2).parameters()
+    with pytest.raises(ValueError, match=r"^model=<generator.* is not a module; pass the model itself"):
+        prunable_groups(model, 0.01)
+
+
 def test_prunable_groups_refuses_what_matches_nothing() -> None:
     with pytest.raises(ValueError, match=r"exempt='hed\.\*' matches no parameter"):
         prunable_groups(Block(), 0.01, ("bias", "hed.*"))
     with pytest.raises(ValueError, match=r"exempt=\('bias',\)"):
         prunable_groups(Block(), 0.01, "bias")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_first_example_of_a_page_prunes_and_learns(page: str) -> None:
+    """Better than SGD, which also fits the inputs that do not matter."""
+    [code, *_] = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    inputs = torch.randn(5000, 20, generator=torch.Generator().manual_seed(1))
+    targets = inputs[:, 0] * inputs[:, 1] > 0
+
+    def run(c: str) -> tuple[float, float]:
+        torch.manual_seed(0)
+        namespace: dict[str, Any] = {}
+        exec(code.replace("c=0.03", c), namespace)
+        model = namespace["model"]
+        return sparsity(model).fraction, float((model(inputs).argmax(1) == targets).float().mean())
+
+    zeros, accuracy = run("c=0.03")
+    assert 0.85 < zeros < 0.95
+    assert accuracy > 0.96
+    zeros, accuracy = run("c=0")
+    assert zeros == 0
+    assert 0.93 < accuracy < 0.95

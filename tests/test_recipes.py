@@ -15,6 +15,7 @@ from dirprune import GRDA
 from dirprune.lab import recipes
 from dirprune.lab.execution import Execution
 from dirprune.lab.experiment import make_optimizer
+from dirprune.lab.names import unknown
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.schedules import Schedule
 
@@ -172,13 +173,19 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
         recipes.get("vgg-cifar10")
     assert "Did you mean 'vgg16-cifar10'?" in str(caught.value)
     assert str(caught.value).endswith(", ".join(recipes.names()))
-    with pytest.raises(ValueError, match="no recipe '§'") as caught:
-        recipes.get("§")
-    assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["§", "mynet", "vit", "", "lenet"])
+def test_only_a_misspelling_is_guessed(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"no recipe '{name}'\. Known: digits"):
+        recipes.get(name)
+    assert "Did you mean" not in str(unknown("model", name, ["resnet18", "resnet50", "small", "vgg16", "wrn28x10"]))
 
 
 def test_a_configuration_of_another_version_is_refused() -> None:
-    with pytest.raises(ValueError, match="has dropout, which this version"):
+    with pytest.raises(
+        ValueError, match=r"^dropout=0\.5: this version .* remove it, or use the version that wrote it$"
+    ):
         Recipe.from_dict(recipes.get("digits").to_dict() | {"dropout": 0.5})
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from dirprune import SparsityReport, sparsity
+from dirprune.lab.models import resnet18
 from dirprune.weights import take
+from dirprune.zeros import LayerSparsity
 
 
 def network() -> nn.Module:
@@ -59,11 +61,53 @@ def test_table_and_dictionary() -> None:
     table = str(report)
     assert "0.weight" in table
     assert "3×2×3×3" in table
-    assert f"{report.fraction:.2%}" in table.splitlines()[-2]
-    assert f"{report.weight_fraction:.2%}" in table.splitlines()[-1]
+    *_, everything, weights, note = table.splitlines()
+    assert everything.split() == ["all", "parameters", "125", "44", f"{report.fraction:.2%}"]
+    assert weights.split() == ["weights", "alone", "110", "41", f"{report.weight_fraction:.2%}"]
+    assert note == "outputs, inputs: channels that are wholly zero"
     data = json.loads(json.dumps(report.to_dict()))
     assert data["zeros"] == report.zeros
     assert data["layers"][0]["zero_output_channels"] == 1
+
+
+@pytest.mark.parametrize("zero_channel", [False, True])
+@pytest.mark.parametrize("prefix", ["", "model.transformer.encoder.blocks.11.feed_forward.intermediate."])
+def test_the_table_of_a_large_network_fits_a_terminal(prefix: str, zero_channel: bool) -> None:
+    weights = {f"{prefix}{name}": p for name, p in take(resnet18(10)).items()}
+    name = f"{prefix}layer4.0.downsample.0.weight"
+    weights[name].zero_()
+    if not zero_channel:  # all but the diagonal
+        weights[name].view(512, 256)[torch.arange(512), torch.arange(512) % 256] = 1
+    lines = str(sparsity(weights)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert ("outputs" in lines[0]) == zero_channel
+    assert (lines[-1] == "No output or input channel is wholly zero.") != zero_channel
+    [line] = [line for line in lines if "512×256×1×1" in line]
+    shown = line.split()[0]
+    head, _, tail = shown.partition("…")
+    assert shown == name or (prefix and name.startswith(head) and name.endswith(tail) and len(tail) >= 10)
+    assert len(lines) == len(weights) + 6
+
+
+def test_of_channels_that_were_not_counted_the_table_says_nothing() -> None:
+    table = str(SparsityReport((LayerSparsity("weight", (2, 2), 4),)))
+    assert "channel" not in table
+    assert "outputs" not in table
+    assert table.splitlines()[-1].endswith("100.00%")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Linear(2, 2).parameters(), "model=<generator"),
+        (None, "model=None"),
+        (torch.zeros(3), r"model=tensor\("),
+        ({"a": [1, 2]}, r"model\['a'\]=\[1, 2\] is not a tensor"),
+    ],
+)
+def test_what_has_no_named_tensors_is_refused(model: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}.*; pass the model itself, or a mapping of names to tensors$"):
+        sparsity(model)
 
 
 def test_what_there_is_nothing_of() -> None:

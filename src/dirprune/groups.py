@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,6 +25,10 @@ def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias",
         >>> [(group["c"], len(group["params"])) for group in prunable_groups(model, c=1e-3)]
         [(0.001, 1), (0.0, 3)]
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model={reprlib.repr(model)} is not a module; pass the model itself, prunable_groups(model, c)"
+        )
     if isinstance(exempt, str):
         raise ValueError(f"exempt={exempt!r} is a string; give a sequence of them, e.g. exempt=({exempt!r},)")
     norms = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any, overload
 
 import torch
@@ -20,6 +21,7 @@ _PER_PARAMETER = ("step", "threshold")
 _PLAIN = (Tensor, nn.Parameter)
 _MACHINE = ("foreach", "fused", "capturable")
 _MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize")
+_NUMBERS = {"lr": 0.1, "c": 5e-4, "mu": 0.51, "momentum": 0.9, "weight_decay": 5e-4}  # with an example of each
 
 
 class GRDA(Optimizer):
@@ -356,11 +358,14 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    lr, c, mu, momentum = options["lr"], options["c"], options["mu"], options["momentum"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr is a tensor of {lr.numel()} elements; give a number or a tensor of one element")
-    if not _number(lr) >= 0 or math.isinf(_number(lr)):
-        raise ValueError(f"lr={_number(lr)} is not a learning rate; give a finite number ≥ 0, e.g. lr=0.1")
+    for name, example in _NUMBERS.items():
+        value = options[name]
+        if not isinstance(value, Real | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
+            remedy = f"give a number or a tensor of one element, e.g. {name}={example:g}"
+            raise ValueError(f"{name}={value!r} is not a number; {remedy}")
+    lr, c, mu, momentum, weight_decay = (float(options[name]) for name in _NUMBERS)
+    if not lr >= 0 or math.isinf(lr):
+        raise ValueError(f"lr={lr} is not a learning rate; give a finite number ≥ 0, e.g. lr=0.1")
     if not c >= 0 or math.isinf(c):
         raise ValueError(f"c={c} is not a pruning strength; give a finite number ≥ 0, e.g. c=5e-4 (c=0 prunes nothing)")
     if not mu > 0 or math.isinf(mu):
@@ -369,7 +374,6 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"momentum={momentum} is out of range; give a number in [0, 1), e.g. momentum=0.9")
     if options["nesterov"] and momentum == 0:
         raise ValueError("nesterov=True needs momentum, and momentum=0; give e.g. momentum=0.9, or nesterov=False")
-    weight_decay = options["weight_decay"]
     if not weight_decay >= 0 or math.isinf(weight_decay):
         raise ValueError(
             f"weight_decay={weight_decay} is not a decay; give a finite number ≥ 0, e.g. weight_decay=5e-4"
@@ -441,7 +445,3 @@ def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor) -> None:
                 f"state_dict has an {key} for parameter {name} that is not sharded as the parameter is; load it with "
                 "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             )
-
-
-def _number(value: float | Tensor) -> float:
-    return float(value)

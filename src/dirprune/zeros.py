@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_WIDTH = 80
+_LEAST = 16  # of a name, whatever stands beside it
 
 
 @dataclass(frozen=True)
@@ -85,28 +89,30 @@ class SparsityReport:
         }
 
     def __str__(self) -> str:
-        rows = [("parameter", "shape", "zeros", "of", "sparsity", "zero outputs", "zero inputs")]
+        rows: list[tuple[str, ...]] = [("parameter", "shape", "zeros", "sparsity", "outputs", "inputs")]
         rows += [
             (
                 layer.name,
                 "×".join(map(str, layer.shape)) or "scalar",
                 f"{layer.zeros:,}",
-                f"{layer.total:,}",
                 f"{layer.fraction:.2%}",
                 _units(layer.zero_output_channels, layer.output_channels),
                 _units(layer.zero_input_channels, layer.input_channels),
             )
             for layer in self.layers
         ]
-        rows.append(("all parameters", "", f"{self.zeros:,}", f"{self.total:,}", f"{self.fraction:.2%}", "", ""))
         weights = [layer for layer in self.layers if layer.is_weight]
         zeros, total = sum(layer.zeros for layer in weights), sum(layer.total for layer in weights)
-        rows.append(("weights alone", "", f"{zeros:,}", f"{total:,}", f"{self.weight_fraction:.2%}", "", ""))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        align = [str.ljust, str.ljust] + [str.rjust] * 5
-        lines = ["  ".join(put(cell, w) for put, cell, w in zip(align, row, widths, strict=True)) for row in rows]
+        rows.append(("all parameters", f"{self.total:,}", f"{self.zeros:,}", f"{self.fraction:.2%}", "", ""))
+        rows.append(("weights alone", f"{total:,}", f"{zeros:,}", f"{self.weight_fraction:.2%}", "", ""))
+        note = ["outputs, inputs: channels that are wholly zero"]
+        if not any(layer.zero_output_channels or layer.zero_input_channels for layer in weights):
+            rows = [row[:-2] for row in rows]
+            counted = any(layer.output_channels is not None for layer in weights)
+            note = ["No output or input channel is wholly zero."] if counted else []
+        lines = _aligned(rows)
         rule = "─" * len(lines[0])
-        return "\n".join(line.rstrip() for line in [lines[0], rule, *lines[1:-2], rule, *lines[-2:]])
+        return "\n".join(line.rstrip() for line in [lines[0], rule, *lines[1:-2], rule, *lines[-2:], *note])
 
 
 @torch.no_grad()
@@ -114,7 +120,7 @@ def sparsity(model: nn.Module | Mapping[str, Tensor]) -> SparsityReport:
     """Count the parameters that are exactly zero, layer by layer: one pass, on the device, one synchronisation.
 
     Args:
-        model: a module, or weights by name.
+        model: a module, or a mapping of names to tensors.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -122,7 +128,7 @@ def sparsity(model: nn.Module | Mapping[str, Tensor]) -> SparsityReport:
         >>> sparsity(layer).zeros
         2
     """
-    parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
+    parameters = _named_tensors(model)
     output_dims = _output_dimensions(model) if isinstance(model, nn.Module) else {}
     counts: list[Tensor] = []
     for name, parameter in parameters.items():
@@ -133,6 +139,18 @@ def sparsity(model: nn.Module | Mapping[str, Tensor]) -> SparsityReport:
         counts = [count.cpu() for count in counts]
     numbers = iter(torch.stack(counts).tolist() if counts else [])
     return SparsityReport(tuple(_layer(name, p, output_dims.get(name, 0), numbers) for name, p in parameters.items()))
+
+
+def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if isinstance(model, nn.Module):
+        return dict(model.named_parameters())
+    remedy = "pass the model itself, or a mapping of names to tensors"
+    if not isinstance(model, Mapping):
+        raise ValueError(f"model={reprlib.repr(model)} is not a module; {remedy}")
+    for name, tensor in model.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"model[{name!r}]={reprlib.repr(tensor)} is not a tensor; {remedy}")
+    return dict(model)
 
 
 def _counts(tensor: Tensor, output_dim: int) -> list[Tensor]:
@@ -175,4 +193,23 @@ def _output_dimensions(model: nn.Module) -> dict[str, int]:
 
 
 def _units(zero: int | None, total: int | None) -> str:
-    return "" if total is None else f"{zero:,}/{total:,}"
+    return "" if total is None else f"{zero}/{total}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the rows as lines of one width; names are shortened where that would exceed `_WIDTH`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[0] = min(widths[0], max(_WIDTH - sum(2 + width for width in widths[1:]), _LEAST))
+    put = [str.ljust, str.ljust] + [str.rjust] * (len(widths) - 2)
+    cells = [(_shortened(name, widths[0]), *others) for name, *others in rows]
+    return ["  ".join(align(cell, width) for align, cell, width in zip(put, row, widths, strict=True)) for row in cells]
+
+
+def _shortened(name: str, room: int) -> str:
+    """Return the name with its middle left out if there is no room for it.
+
+    >>> _shortened("encoder.layers.11.attention.weight", 20)
+    'encoder.la…on.weight'
+    """
+    half = (room - 1) // 2
+    return name if len(name) <= room else f"{name[: room - 1 - half]}…{name[-half:]}"

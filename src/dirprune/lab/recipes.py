@@ -109,9 +109,10 @@ class Recipe:
     def from_dict(values: dict[str, Any]) -> Recipe:
         """Return the recipe that `to_dict`, and JSON after it, gave these values; what older ones lack is as it was."""
         known = {f.name for f in fields(Recipe)}
-        if unknown := sorted(set(values) - known):
+        if strange := [f"{name}={value!r}" for name, value in values.items() if name not in known]:
             raise ValueError(
-                f"the configuration has {', '.join(unknown)}, which this version of dirprune does not know"
+                f"{', '.join(strange)}: this version of dirprune knows no such field of a recipe; remove it, or use "
+                "the version that wrote it"
             )
         made = dict(values)
         made["schedule"] = Schedule(**{**values["schedule"], "after": tuple(values["schedule"]["after"])})
