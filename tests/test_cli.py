@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
@@ -355,6 +356,7 @@ def test_an_existing_out_is_refused_and_untouched(trained: dict[str, tuple[Path,
         ("train digits --batch-size 0", "batch_size=0"),
         ("train digits --validation 1", "validation=1.0"),
         ("train digits --keep some", "--keep 'some'"),
+        ("train digits --keep 0,99 --epochs 1", "names epoch 99, and the run ends after epoch 1"),
         ("train digits --device cuda", "torch finds no CUDA device here; give --device cpu"),
         ("train digits --device gpu", "give cpu, cuda or auto"),
         ("train digits --model smal", "Did you mean 'small'?"),
@@ -442,6 +444,91 @@ def test_a_table_takes_the_narrower_way(
     assert all(f"{row}.{column:06}" in text for row in range(rows) for column in range(columns))  # whole, all of them
 
 
+SENTENCE = "a sentence that is much too long for the eighty columns of a terminal, with a well-known-hyphen at its end."
+
+
+class Stream(io.TextIOWrapper):
+    """With bytes below it, as a real one has: typer tells it from a StringIO."""
+
+    def __init__(self, terminal: bool = True) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8")
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def text(self) -> str:
+        self.seek(0)
+        return self.read()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_sentences_are_wrapped_at_a_terminal_alone(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stderr", told := Stream(terminal))
+    command = f"    dirprune resume {'a/' * 40}"
+    console.say(f"{SENTENCE}\n{command}")
+    console.say(f"  cost: {SENTENCE}")
+    lines = told.text().splitlines()
+    if not terminal:
+        assert lines == [SENTENCE, command, f"  cost: {SENTENCE}"]
+        return
+    assert [line for line in lines if len(line) > 80] == [command]
+    assert " ".join(lines[:2]) == SENTENCE
+    assert [len(line) - len(line.lstrip()) for line in lines[3:]] == [2, 4]
+
+
+def test_an_error_is_wrapped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stderr", told := Stream())
+    with pytest.raises(typer.Exit), console.clear_errors():
+        raise ValueError(SENTENCE)
+    assert max(map(len, told.text().splitlines())) <= 80
+
+
+def test_what_is_said_beside_a_bar_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stderr", told := Stream())
+    with console.bar("digits", total=60) as advance:
+        advance(5, note="32.1% zero")
+        console.say("Stopping after this epoch.")
+    assert "Stopping after this epoch." in Text.from_ansi(told.text()).plain.splitlines()
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_a_table_goes_without_what_is_empty_the_same_or_spare(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = ("name", "same", "none", "much", "little", "kept")
+    rows = [(f"setting {n} of the experiment", "60/60", "–", 20 * str(n), 18 * str(n), 16 * str(n)) for n in range(5)]
+    console.show("all", columns, rows, left=1, spare=("little", "much"))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [word.strip() for word in lines[1].split("┃")] == ["name", "much", "kept"]
+    assert " ".join(map(str.strip, lines[-2:])).endswith(
+        "The same in all rows: same 60/60. In the piped output only: little."
+    )
+    assert [line.split("│")[0].strip() for line in lines[3:8]] == [row[0] for row in rows]  # on one line each
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_a_report_of_many_settings_fits_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    spreads = [report.Spread(n / 10, 0.01) for n in range(4, 9)]
+    cells = [
+        report.Row(
+            *("vgg16-cifar10", f"gRDA c=0.0005 μ={one.mean}", "grda", 5e-4, one.mean, 600, 600, (0, 1, 2)),
+            *(one, one, one, one, one.mean, 7500 * one.mean),
+        ).cells()
+        for one in spreads
+    ]
+    console.show("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2, spare=report.SPARE)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for one, line in zip(spreads, lines[-7:-2], strict=True):
+        for words in (f"gRDA c=0.0005 μ={one.mean}", one.text(2), one.text(2, scale=100)):
+            assert words in line
+    assert "recipe vgg16-cifar10" in " ".join(lines)
+
+
 def test_a_bar_keeps_its_numbers_at_a_narrow_terminal() -> None:
     narrow = Console(file=io.StringIO(), force_terminal=True, width=80)
     progress = Progress(*console._columns(narrow.width, "epochs"), console=narrow)
@@ -527,6 +614,8 @@ def test_bench(tmp_path: Path) -> None:
 def test_bench_at_a_terminal() -> None:
     text = call("bench", "small", "--device", "cpu").stdout
     assert "÷ SGD" in text
+    assert "MiB" not in text  # nobody measures it on a CPU
+    assert "–" not in text
     assert "1.000" in text
 
 
@@ -584,7 +673,9 @@ def test_connect_and_its_table_at_a_terminal(
 
     request.getfixturevalue("_terminal")
     monkeypatch.setattr(connectivity, "connect", nothing_left)
-    assert "straight line" in call(*command).stdout
+    text = call(*command).stdout
+    assert "straight line" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_reproduce(trained: dict[str, tuple[Path, Result]]) -> None:
@@ -609,7 +700,9 @@ def test_reproduce_for_machines_and_people(request: pytest.FixtureRequest) -> No
     assert cell["published"]["paper"]["mean"] == pytest.approx(90.818, abs=1e-3)
     assert cell["mean"] == pytest.approx(sum(cell["ours"]) / len(cell["ours"]))
     request.getfixturevalue("_terminal")
-    assert f"{len(cells)} of 450 published cells" in call(*command).stdout
+    text = call(*command).stdout
+    assert f"{len(cells)} of 450 published cells" in text
+    assert max(map(len, text.splitlines())) <= 80
     lost = call("reproduce", "--results", "nowhere")
     assert "vgg16-cifar10, SGD: no run yet" in lost.stdout
     assert "nowhere has no ledger.csv; give --results" in lost.stderr

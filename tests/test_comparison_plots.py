@@ -50,7 +50,7 @@ def test_a_curve_is_drawn_in_percent_and_by_sparsity() -> None:
     x, y = values(lines(axes)["gRDA"])
     assert x == pytest.approx([90, 95, 98])
     assert y == [93.5, 93.0, 92.0]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("sparsity (%)", "test accuracy (%)")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("sparsity of the weights (%)", "test accuracy (%)")
 
 
 def test_error_bars_reach_one_spread_either_way_and_stay_in_view() -> None:
@@ -149,6 +149,12 @@ def test_layers_stand_in_network_order_with_the_marks_of_their_kinds() -> None:
     assert [label.get_text() for label in second.get_xticklabels()] == [layer for layer, _ in NETWORK]
     assert first.get_ylim() == (50, 100)
     assert layerwise(bars("gRDA", base=0.3)).axes[0].get_ylim() == (0, 100)
+
+
+def test_the_label_of_all_strips_belongs_to_none_of_them() -> None:
+    figure = layerwise(bars("gRDA", "rigl"))
+    assert figure.get_supylabel() == "sparsity (%)"
+    assert [axes.get_ylabel() for axes in figure.axes] == ["", ""]
 
 
 def test_legend_and_title_are_there_once() -> None:

@@ -17,7 +17,9 @@ import torch
 from dirprune.connect import FitRecord
 from dirprune.lab import checkpoint, connectivity, data, experiment, models, recipes, runs, train
 from dirprune.lab.connectivity import Options, Step, connect
-from dirprune.lab.connectivity_files import draw, published_curve, report
+from dirprune.lab.connectivity_files import draw, notes, published_curve
+from dirprune.lab.connectivity_files import table as told
+from dirprune.lab.connectivity_plots import _round_numbers
 from dirprune.lab.execution import Execution
 from dirprune.lab.published.connect import find
 from dirprune.weights import combine
@@ -131,12 +133,25 @@ def test_the_points_lie_on_the_bezier_curve_of_their_corners(finished: tuple[Pat
         assert [float(row["x"]), float(row["y"])] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.557, 11.0), (1.67, 4.2), (2.1, 4.9), (1e-6, 10.0), (8.0, 91.0), (3.1, 3.6)]
+)
+def test_a_colour_bar_has_enough_ticks_and_none_beyond_its_ends(low: float, high: float) -> None:
+    ticks = _round_numbers(low, high)
+    assert 3 <= len(ticks) <= 6
+    assert low <= ticks[0] < ticks[-1] <= high
+    assert all(float(f"{tick:.2g}") == tick for tick in ticks)
+
+
 def test_the_report_names_networks_and_barriers(finished: tuple[Path, list[Step]]) -> None:
-    text = report(finished[0])
+    title, columns, rows = told(finished[0])
     summary = json.loads((finished[0] / "summary.json").read_text())
-    assert "small on digits: gRDA c=0.02 μ=0.7 (t=0, epoch 2) to SGD (t=1, epoch 2)" in text
-    assert f"{summary['line']['barrier']:.2e}" in text
-    assert "published" not in text
+    assert title == "small on digits: gRDA c=0.02 μ=0.7 (t=0, epoch 2) to SGD (t=1, epoch 2)"
+    assert [row[0] for row in rows] == ["fitted curve", "straight line"]
+    line, facts = dict(zip(columns, rows[1], strict=True)), summary["line"]
+    assert line["train barrier"] == f"{facts['barrier']:.2e} (t={facts['highest']['t']:.3f})"
+    assert line["test error at t=0 (%)"] == f"{facts['start']['test_error']:.2f}"
+    assert notes(finished[0]) == []
 
 
 # Resuming.
@@ -200,8 +215,7 @@ def test_without_a_fit_there_is_the_line_alone(
     assert {step.stage for step in connect(*pair, out, replace(SMALL, fit=False), device=CPU)} == {"line"}
     assert table(out / "profile.csv") == table(finished[0] / "profile.csv")[3:]
     assert not (out / "plane.csv").exists()
-    assert "straight line" in report(out)
-    assert "fitted curve" not in report(out)
+    assert [row[0] for row in told(out)[2]] == ["straight line"]
 
 
 def test_the_plane_can_be_measured_on_fewer_examples(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -368,8 +382,9 @@ def test_a_job_like_a_published_one_is_reported_beside_it(
     draw(tmp_path / "job")
     assert (tmp_path / "job" / "figures" / "profile.png").read_bytes() != before
     assert asked[0] == {"data": "digits", "model": "small", "c": 0.02, "mu": 0.7}
-    assert "2.13e-03 0.100" in report(tmp_path / "job")
-    assert "Fitted for 2 epochs, lr 0.02, momentum 0.9; the published curve for 300" in report(tmp_path / "job")
+    assert told(tmp_path / "job")[2][-1][:2] == ("published", "2.13e-03 (t=0.100)")
+    first = notes(tmp_path / "job")[0]
+    assert first.startswith("Fitted for 2 epochs, lr 0.02, momentum 0.9; the published curve for 300")
 
 
 if torch.cuda.is_available():

@@ -131,6 +131,29 @@ def test_colours_stay_with_the_setting_when_another_has_no_epoch() -> None:
     assert same_color(figure.axes[0].get_lines()[0].get_color(), plots.PALETTE[1])
 
 
+@pytest.mark.parametrize(
+    "labels", [["SGD", "gRDA c=1"], ["gRDA c=1", "SGD"], ["gRDA c=1"], ["a: gRDA c=1", "b: SGD, lr=1"]]
+)
+def test_sgd_and_grda_have_their_colours_whatever_their_order(labels: list[str]) -> None:
+    own = {label: plots.PALETTE["gRDA" in label] for label in labels}
+    curves = plots.accuracy_and_sparsity({label: [history([90, 91])] for label in labels}).axes[0].get_lines()
+    assert {str(line.get_label()): line.get_color() for line in curves} == own
+    bars = plots.layerwise_sparsity({label: [pruned(0.5)] for label in labels}).axes[0].containers
+    for label, container in zip(labels, bars, strict=True):
+        assert isinstance(container, BarContainer)
+        assert same_color(container.patches[0].get_facecolor(), own[label])
+        assert container.patches[0].get_y() == pytest.approx(-0.4 + 0.8 * labels.index(label) / len(labels))
+
+
+def test_a_log_axis_has_labels_however_short_it_is() -> None:
+    for low, high in ((0.008, 0.042), (0.0008, 0.03), (1e-4, 1.5)):
+        _, [axes] = plots.panels(1)
+        plots.scale_log(axes, low, high)
+        labels = [text.get_text() for text in axes.get_yticklabels() if low <= text.get_position()[1] <= high]
+        assert len(labels) >= 3
+        assert "×" not in "".join(labels)
+
+
 def test_the_first_epochs_do_not_hide_the_others_nor_a_band_the_lines() -> None:
     accuracies = [10.0] + [90 + 0.1 * i for i in range(39)]
     figure = plots.trajectories({"SGD": [history(accuracies)]}, (plots.TEST_ACCURACY,))

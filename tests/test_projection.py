@@ -347,6 +347,9 @@ def test_figure_shows_every_run_and_the_random_level(trained: dict[str, Run], tm
     (axes,) = figure.axes
     lines = {str(line.get_label()): line for line in axes.get_lines()}
     assert axes.get_yscale() == "log"
+    few = projection_figure([row for row in rows if row.epoch <= 2]).axes[0]
+    assert all(float(tick).is_integer() for tick in few.get_xticks())
+    assert not [text for text in few.get_yticklabels(which="both") if "times" in text.get_text()]  # no 3×10⁻³
     drawn = lines["gRDA c = 0.02, μ = 0.55"].get_ydata()
     assert list(drawn) == [row.share for row in rows if row.run == "other"]
     assert lines["a random direction"].get_ydata()[0] == pytest.approx(math.sqrt(2 / 241))

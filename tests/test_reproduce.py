@@ -338,12 +338,24 @@ def test_the_page_s_tables_are_rectangular(tmp_path: Path) -> None:
         assert len({line.count("|") for line in block.splitlines()}) == 1
 
 
+def test_the_text_for_the_terminal_fits_it_whatever_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    cells = [
+        replace(cell, ours=(cell.published.paper.mean - 99.9 * cell.published.paper.std - 2.6e-5,))
+        for cell in reproduce.compare(Path("nowhere"))
+    ]
+    lines = reproduce.text(cells).splitlines()
+    assert max(map(len, lines)) <= 80
+    words = {len(line.split()) for line in lines if line.split()[1:2] == ["600"]}
+    assert words == {13}  # no number touches its neighbour
+
+
 def test_the_text_for_the_terminal_names_what_there_is_and_what_is_missing(tmp_path: Path) -> None:
     ledger.collect([make_run(tmp_path / "run", VGG, [record(200, sparsity=0.79434)])], tmp_path / "results")
     text = reproduce.text(reproduce.compare(tmp_path / "results"))
     [line] = [line for line in text.splitlines() if line.split()[:1] == ["sparsity"]]
     assert line.split() == [
-        *("sparsity", "200", "79.4340", "1", "79.6367", "±", "0.2028", "−1.0σ"),
-        *("79.6220", "±", "0.2080", "(10)", "−0.9σ"),
+        *("sparsity", "200", "79.43", "1", "79.64", "±", "0.20", "−1.0σ"),
+        *("79.62", "±", "0.21", "(10)", "−0.9σ"),
     ]
     assert "missing: vgg16-cifar10, gRDA μ=0.6: epochs 1, 50, 100, 300, 600" in text

@@ -152,6 +152,8 @@ COLUMNS = (
     "paper MiB",
     "overhead",
 )
+SPARE = ("paper MiB", "floor ms", "overhead", "MiB")
+"""The columns that a narrow terminal goes without, the first of them first."""
 
 
 def table(costs: Sequence[Cost]) -> list[tuple[str, ...]]:

@@ -153,6 +153,11 @@ def train(
             precision=precision.value if precision else None,
             compile=compile,
         )
+        if keep and max(chosen.keep) > chosen.epochs:
+            raise ValueError(
+                f"--keep {keep!r} names epoch {max(chosen.keep)}, and the run ends after epoch {chosen.epochs}; give "
+                "epochs from 0 to that, or a longer --epochs"
+            )
         if chosen.optimizer == "sgd" and (idle := [name for name, value in (("--c", c), ("--mu", mu)) if value]):
             say(f"{' and '.join(idle)} only matter to gRDA: SGD trains without.")
         folder = out or runs.unused(Path("runs") / runs.default_name(chosen))
@@ -203,7 +208,7 @@ def report(
         found, paths = reports.report(run), []
         if is_terminal():  # before the figures, which may fail alone
             cells = [row.cells() for row in found.rows]
-            show("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2)
+            show("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2, spare=reports.SPARE)
             for note in found.notes:
                 say(note)
         try:
@@ -336,7 +341,7 @@ def bench(
                     if not is_terminal():
                         emit(cost.to_dict())
         if is_terminal():
-            show("A training step", benchmark.COLUMNS, benchmark.table(costs), left=2)
+            show("A training step", benchmark.COLUMNS, benchmark.table(costs), left=2, spare=benchmark.SPARE)
         if out:
             benchmark.write(costs, out, where)
 

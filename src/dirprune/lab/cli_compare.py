@@ -62,12 +62,14 @@ def compare(
             _draw_published(published, out)
             return
         asked = _fractions("--sparsity", sparsity)
+        if minutes is not None and not minutes > 0:
+            raise ValueError(f"--minutes {minutes:g} leaves no time to train; give more than 0, or leave it out")
         if train:
             from dirprune.lab import trials
 
             if recipe is None:
                 raise ValueError("RECIPE is missing; take one of `dirprune recipes`, or give --no-train or --published")
-            names = methods.split(",") if methods else list(trials.DEFAULT)
+            names = trials.DEFAULT if methods is None else methods.replace(",", " ").split()
             changes = {"epochs": epochs, "lr": lr, "model": model}
             planned = _plan(recipe, changes, data, names, asked, seeds, sweep or [])
             _train(planned, out, device, data, minutes)
@@ -138,7 +140,8 @@ def _conclude(out: Path, sparsities: Sequence[float]) -> None:
     if is_terminal():
         for sparsity in sparsities:
             cells = [row.cells() for row in rows if row.asked_sparsity in (0.0, sparsity)]
-            show(f"\nAt {100 * sparsity:g}% of the weights zero", comparison.COLUMNS, cells, left=3)
+            title = f"\nAt {100 * sparsity:g}% of the weights zero"
+            show(title, comparison.COLUMNS, cells, left=3, spare=comparison.SPARE)
     else:
         for row in rows:
             emit(_finite(asdict(row)))

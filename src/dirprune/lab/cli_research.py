@@ -186,7 +186,7 @@ def connect(
         from dirprune.lab import runs
         from dirprune.lab.connectivity import Options
         from dirprune.lab.connectivity import connect as connecting
-        from dirprune.lab.connectivity_files import report
+        from dirprune.lab.connectivity_files import notes, table
         from dirprune.lab.follow import device_of
 
         options = Options(
@@ -214,7 +214,9 @@ def connect(
                 advance(step.done - done, note=step.note, total=step.total)
                 done = step.done
         if is_terminal():
-            print(report(out))
+            show(*table(out))
+            for note in notes(out):
+                say(note)
         else:
             emit(json.loads((out / "summary.json").read_text()))
         say(f"Numbers, weights of the bend and figures: {out}")

@@ -118,6 +118,8 @@ class RankRow:
 
 
 COLUMNS = ("rank", "method", "from", "test accuracy (%)", "seeds", "a run took", "MiB")
+SPARE = ("MiB", "seeds", "a run took")
+"""The columns that a narrow terminal goes without, the first of them first."""
 
 
 @dataclass(frozen=True)

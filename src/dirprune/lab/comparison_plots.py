@@ -78,7 +78,7 @@ def tradeoff(curves: Sequence[Curve], *, title: str = "") -> Figure:
         for rank, curve in enumerate(curves):
             _draw_curve(axes, curve, variants[rank], zorder=3 - rank / len(curves))
         _fit(axes, curves, floor)
-        axes.set(xlabel="sparsity (%)", ylabel="test accuracy (%)")
+        axes.set(xlabel="sparsity of the weights (%)", ylabel="test accuracy (%)")
     if len(floors) > 1:
         every[0].set_title("all")
         every[1].set(title=f"within {_NEAR:g} points of the best", ylabel="")
@@ -110,7 +110,7 @@ def layerwise(layers: Sequence[LayerBar], *, title: str = "") -> Figure:
         axes.set_xticks(range(len(names)), [])
         axes.tick_params(axis="x", length=0)
     every[-1].set_xticks(range(len(names)), names, rotation=90, fontsize=6 if len(names) < 60 else 4)
-    every[len(every) // 2].set_ylabel("sparsity (%)")
+    figure.supylabel("sparsity (%)", fontsize=plots.STYLE["axes.labelsize"])
     _add_legend(figure, title, colour=GREY)  # one shape stands for a kind of layer in every colour
     return figure
 

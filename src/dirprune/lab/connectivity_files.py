@@ -140,25 +140,44 @@ def draw(out: Path) -> None:
             plots.save(figure, out / "figures" / f"{name}{suffix}")
 
 
-def report(out: Path) -> str:
-    """Return the barriers of a finished job as text, with the published ones beside them where there are any."""
+COLUMNS = (
+    "",
+    "train barrier",
+    "test barrier",
+    "test error at t=0 (%)",
+    "test error at t=1 (%)",
+    "least test error (%)",
+)
+
+
+def table(out: Path) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    """Return title, columns and rows of a finished job's barriers, the published ones beside them if there are any."""
     summary = json.loads((out / "summary.json").read_text())
-    config = summary["config"]
-    lines = [
-        f"{config['model']} on {config['data']}: {config['network_a']} (t=0, epoch {config['epoch_a']}) to "
-        f"{config['network_b']} (t=1, epoch {config['epoch_b']})",
-        "                 train barrier at t=   test barrier at t=   test error % at 0, at 1, least at t=",
+    title = "{model} on {data}: {network_a} (t=0, epoch {epoch_a}) to {network_b} (t=1, epoch {epoch_b})"
+    paths = {"curve": "fitted curve", "line": "straight line", "published": "published"}
+    rows = [(name, *_cells(summary[path])) for path, name in paths.items() if path in summary]
+    return title.format_map(summary["config"]), COLUMNS, rows
+
+
+def _cells(facts: dict[str, Any]) -> tuple[str, ...]:
+    """Return what `facts_of` tells of a path as text, by `COLUMNS`."""
+    start, end, best = (facts[name]["test_error"] for name in ("start", "end", "best"))
+    return (
+        f"{facts['barrier']:.2e} (t={facts['highest']['t']:.3f})",
+        f"{facts['test_barrier']:.2e} (t={facts['highest_test']['t']:.3f})",
+        f"{start:.2f}",
+        f"{end:.2f}",
+        f"{best:.2f} (t={facts['best']['t']:.3f})",
+    )
+
+
+def notes(out: Path) -> list[str]:
+    """Return what a reader of the table has to know where a published curve stands beside ours."""
+    summary = json.loads((out / "summary.json").read_text())
+    if "published" not in summary:
+        return []
+    fit = "{epochs} epochs, lr {lr}, momentum {momentum}".format_map
+    return [
+        f"Fitted for {fit(summary['config'])}; the published curve for {fit(summary['published'])}.",
+        "The published training loss was measured on augmented images, ours on plain ones.",
     ]
-    titles = {"curve": "fitted curve", "line": "straight line", "published": "published"}
-    for facts, title in ((summary[path], title) for path, title in titles.items() if path in summary):
-        highest, highest_test, best = (facts[name] for name in ("highest", "highest_test", "best"))
-        start, end = (facts[name]["test_error"] for name in ("start", "end"))
-        lines.append(
-            f"{title:15} {facts['barrier']:15.2e} {highest['t']:5.3f} {facts['test_barrier']:14.2e} "
-            f"{highest_test['t']:5.3f} {start:19.2f} {end:5.2f} {best['test_error']:6.2f} {best['t']:5.3f}"
-        )
-    if "published" in summary:
-        fit = "{epochs} epochs, lr {lr}, momentum {momentum}".format_map
-        lines.append(f"Fitted for {fit(config)}; the published curve for {fit(summary['published'])}.")
-        lines.append("The published training loss was measured on augmented images, ours on plain ones.")
-    return "\n".join(lines)

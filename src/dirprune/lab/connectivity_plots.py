@@ -126,16 +126,19 @@ def _contours(axes: Axes, x: Array, y: Array, values: Array, ceiling: float) -> 
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """Return up to six numbers between the two: powers of ten, between neighbouring ones also 2 and 5 times those.
+    """Return up to six numbers between the two: powers of ten, or also 2 and 5 times those, or any of two digits.
 
-    >>> _round_numbers(8.3, 90.0)
-    [10.0, 20.0, 50.0]
+    >>> _round_numbers(1e-3, 0.3), _round_numbers(0.6, 11.0), _round_numbers(1.67, 4.2)
+    ([0.001, 0.01, 0.1], [1.0, 2.0, 5.0, 10.0], [1.7, 2.0, 2.4, 2.9, 3.5, 4.2])
     """
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    digits = (1, 2, 5) if len(exponents) < 4 else (1,)
-    numbers = [digit * 10.0**exponent for exponent in exponents for digit in digits]
-    inside = [number for number in numbers if low <= number <= high * (1 + 1e-9)]
-    return inside[:: -(-len(inside) // 6) or 1] or [low, high]
+    for digits in ((1,), (1, 2, 5)):
+        numbers = [digit * 10.0**exponent for exponent in exponents for digit in digits]
+        inside = [number for number in numbers if low <= number <= high * (1 + 1e-9)]
+        if len(inside) > 2:
+            return inside[:: -(-len(inside) // 6)]
+    rounded = sorted({float(f"{number:.2g}") for number in np.geomspace(low, high, 6)})
+    return [number for number in rounded if low <= number <= high]
 
 
 def _marks(axes: Axes, points: Sequence[Point], names: tuple[str, str]) -> None:

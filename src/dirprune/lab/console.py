@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,6 +33,8 @@ from rich.text import Text
 
 INTERRUPTED = 130
 QUIET = 10.0  # seconds without a word, where no bar is seen
+NOTHING = "–"
+_WORDS = 20  # letters of a column of words that are kept on one line as long as another column can give way
 
 
 def is_terminal() -> bool:
@@ -39,7 +43,19 @@ def is_terminal() -> bool:
 
 def say(message: str) -> None:
     """Tell the user something that is not a result."""
-    typer.echo(message, err=True)
+    # Not typer.echo, which writes past a bar: a bar redirects sys.stderr, so as to keep below what is said.
+    print(wrapped(message) if sys.stderr.isatty() else message, file=sys.stderr)
+
+
+def wrapped(text: str) -> str:
+    """Return a text as lines that the terminal has room for; an indent of four marks a command, which stays whole."""
+    width = Console(stderr=True).width
+    return "\n".join(line if line.startswith("    ") else _fill(line, width) for line in text.split("\n"))
+
+
+def _fill(line: str, width: int) -> str:
+    hanging = 2 * (len(line) - len(line.lstrip())) * " "
+    return textwrap.fill(line, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
 
 
 def emit(values: Mapping[str, Any]) -> None:
@@ -96,30 +112,85 @@ def _message(error: Exception) -> str:
     return str(error)
 
 
-def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table, on its side where it is too wide and that is narrower.
+def show(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: int = 1,
+    spare: Sequence[str] = (),
+) -> None:
+    """Print a table without the columns that hold nothing; what is too wide takes the first shape that fits.
 
-    The first ``left`` columns are words, the others numbers.
+    Args:
+        title: above it.
+        columns: the headers.
+        rows: the cells; `NOTHING` stands for no value.
+        left: the first so many columns are words, the others numbers.
+        spare: the columns that may be left out for want of room, the first of them first.
     """
     console = Console(width=None if is_terminal() else 200)
-    upright = [columns, *rows]
+    lines = zip(columns, *rows, strict=True)
+    every = [_Column(header, cells, number < left) for number, (header, *cells) in enumerate(lines)]
+    told = [column for column in every if set(column.cells) != {NOTHING}]
     width = partial(_least_width, console)
-    table = _table(title, upright, left)
-    if width(table) > console.width:
-        table = min(table, _table(title, list(zip(*upright, strict=True)), 1), key=width)
-        console.width = max(console.width, width(table))  # better broken lines than lost numbers
+    table = min(_shapes(title, told, spare), key=lambda shape: max(width(shape), console.width))
+    console.width = max(console.width, width(table))  # better broken lines than lost numbers
     console.print(table)
 
 
-def _table(title: str, lines: Sequence[Sequence[str]], left: int) -> Table:
-    """Return the table of the lines, the first of which is the header; words and headers may be broken, numbers not."""
+@dataclass(frozen=True)
+class _Column:
+    header: str
+    cells: Sequence[str]
+    words: bool
+
+    @property
+    def longest(self) -> int:
+        return max((len(line) for cell in self.cells for line in cell.split("\n")), default=0)
+
+    @property
+    def same(self) -> bool:
+        """Whether every row says the same."""
+        return len(self.cells) > 1 and len(set(self.cells)) == 1
+
+
+def _shapes(title: str, columns: Sequence[_Column], spare: Sequence[str]) -> Iterator[Table]:
+    """Yield a table in all its shapes, the best first: whole; on its side; without what goes without saying."""
+    first, *others = zip(*((column.header, *column.cells) for column in columns), strict=True)
+    turned = [_Column(line[0], line[1:], words=False) for line in others]
+    same = [column for column in columns if column.same]
+    yield _table(title, columns)
+    for words in (_WORDS, 0):
+        yield _table(title, columns, words)
+        yield _table(title, [_Column(first[0], first[1:], words=True), *turned], words)
+        for count in range(len(spare) + 1):
+            gone = [column for column in columns if column.header in spare[:count] and not column.same]
+            kept = [column for column in columns if column not in same + gone]
+            yield _table(title, kept, words, _caption(same, gone))
+
+
+def _caption(same: Sequence[_Column], gone: Sequence[_Column]) -> str:
+    sentences = {
+        "The same in all rows": [f"{column.header} {column.cells[0]}" for column in same],
+        "In the piped output only": [column.header for column in gone],
+    }
+    return " ".join(f"{what}: {', '.join(items)}." for what, items in sentences.items() if items)
+
+
+def _table(title: str, columns: Sequence[_Column], words: int | None = None, caption: str = "") -> Table:
+    """Return a table; where ``words`` is given, headers may be broken, and words longer than that, but no numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", show_edge=False)
-    for number, (header, *cells) in enumerate(zip(*lines, strict=True)):
-        words = number < left
-        least = 0 if words else max(map(len, cells), default=0)
-        table.add_column(header, justify="left" if words else "right", min_width=least)
-    for line in lines[1:]:
-        table.add_row(*line)
+    table.caption, table.caption_justify, table.caption_style = caption or None, "left", "none"
+    for column in columns:
+        header = column.header
+        whole = max(column.longest, *map(len, [header] if words is None else header.split()), 0)
+        if column.words:
+            table.add_column(header, min_width=whole if words is None else min(whole, words), overflow="fold")
+        else:
+            table.add_column(header, width=whole, justify="right")
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*cells)
     return table
 
 

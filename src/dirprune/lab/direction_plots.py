@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from dirprune.lab.plots import add_legend, colour, panels, styled
+from dirprune.lab.plots import add_legend, colour, mark_epochs, panels, scale_log, styled
 from dirprune.lab.projection import ProjectionRow
 from dirprune.lab.published.projection import PublishedShares
 from dirprune.lab.scoring import ScoreRow
@@ -33,7 +33,7 @@ def projection_figure(rows: Sequence[ProjectionRow], published: Sequence[Publish
     for index, curve in enumerate(published):
         label = "" if index else f"published, μ = {mus}"
         axes.plot(curve.epochs, curve.shares, color="#B0B0B0", linewidth=0.8, marker=".", markersize=3, label=label)
-    for index, run in enumerate(dict.fromkeys(row.run for row in rows)):
+    for index, run in enumerate(dict.fromkeys(row.run for row in rows), start=1):  # 0 is the colour of SGD
         own = [row for row in rows if row.run == run]
         shade = colour(index)
         axes.plot(
@@ -42,7 +42,14 @@ def projection_figure(rows: Sequence[ProjectionRow], published: Sequence[Publish
         if rough := [row for row in own if not row.converged]:
             axes.plot([r.epoch for r in rough], [r.share for r in rough], "o", markersize=3.5, color=shade, mfc="white")
     axes.axhline(rows[0].random_level, linestyle="--", color=GREY, linewidth=1.0, label="a random direction")
-    axes.set(xlabel="epoch", ylabel="share of the difference, ‖PΔ‖ / ‖Δ‖", yscale="log")
+    axes.set_ylabel("share of the difference, ‖PΔ‖ / ‖Δ‖")
+    mark_epochs(axes)
+    heights = [
+        rows[0].random_level,
+        *(r.share for r in rows),
+        *(share for curve in published for share in curve.shares),
+    ]
+    scale_log(axes, min(heights), max(heights))
     add_legend(figure)
     return figure
 

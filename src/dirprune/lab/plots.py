@@ -6,8 +6,10 @@ window opens and nothing global changes. `save` writes one; the suffix of the pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,17 @@ def colour(index: int) -> str:
     return PALETTE[index % len(PALETTE)]
 
 
+def places(labels: Collection[str]) -> list[int]:
+    """Return the numbers by which settings are coloured: 0 is SGD's, or nobody's, so that gRDA never has its colour.
+
+    >>> places(["gRDA c=0.01 μ=0.7", "SGD"]), places(["gRDA c=0.01 μ=0.7"]), places(["digits: SGD", "vgg16: SGD"])
+    ([1, 0], [1], [0, 1])
+    """
+    dense = [label for label in labels if label.split(": ")[-1].startswith("SGD")]
+    others = count(1)
+    return [0 if label in dense[:1] else next(others) for label in labels]
+
+
 def line_style(index: int) -> str:
     """Return the line style of the setting number ``index``: another one each time the colours begin again."""
     return _LINE_STYLES[index // len(PALETTE) % len(_LINE_STYLES)]
@@ -153,6 +166,22 @@ def draw_published(axes: Axes, curve: Curve, *, label: str, index: int = 0) -> N
     axes.plot(*curve, color=colour(index), linestyle=(0, (4, 2)), linewidth=1.0, label=label)
 
 
+def mark_epochs(axes: Axes) -> None:
+    """Make x an axis of epochs, which are whole numbers."""
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+
+
+def scale_log(axes: Axes, low: float, high: float) -> None:
+    """Make y logarithmic, from a little below ``low`` to a little above ``high``, with plain numbers on it."""
+    margin = max((high / low) ** 0.05, 1.05)
+    axes.set(yscale="log", ylim=(low / margin, high * margin))
+    every = {10.0: (1, 1.5, 2, 3, 4, 6, 8), 100.0: (1, 2, 5), math.inf: (1,)}  # of a decade, by the span of the axis
+    axes.yaxis.set_major_locator(LogLocator(subs=next(subs for span, subs in every.items() if high / low < span)))
+    axes.yaxis.set_major_formatter("{x:g}")  # 0.01, not 10⁻²
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 @styled
 def add_legend(figure: Figure) -> None:
     """Put one legend above all panels, with each of their labels once."""
@@ -181,11 +210,11 @@ def trajectories(runs: Runs, quantities: Sequence[Quantity]) -> Figure:
         raise ValueError("runs holds no epoch; draw curves after the first one")
     figure, every = panels(len(quantities))
     for axes, quantity in zip(every, quantities, strict=True):
-        for index, (label, seeds) in enumerate(started.items()):
+        for index, (label, seeds) in zip(places(started), started.items(), strict=True):
             if seeds:
                 draw_spread(axes, [_curve(seed, quantity) for seed in seeds], label=label, index=index)
-        axes.set(xlabel="epoch", ylabel=quantity.label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        axes.set_ylabel(quantity.label)
+        mark_epochs(axes)
         _fit(axes, quantity)
     figure.align_ylabels()
     add_legend(figure)
@@ -225,12 +254,12 @@ def layerwise_sparsity(reports: Mapping[str, Sequence[SparsityReport]]) -> Figur
     for row, name in enumerate(kinds):
         axes.axhspan(row - 0.5, row + 0.5, color=tints[name], linewidth=0, zorder=0)
     thickness = 0.8 / len(weights)
-    for index, (label, seeds) in enumerate(weights.items()):
+    for place, (index, (label, seeds)) in enumerate(zip(places(weights), weights.items(), strict=True)):
         fractions = [(rows, [100 * layer.fraction for layer in seed]) for seed in seeds]
         _, mean, std = mean_and_std(fractions)
         overall = np.mean([100 * report.weight_fraction for report in reports[label]])
         axes.barh(
-            rows + (index - (len(weights) - 1) / 2) * thickness,
+            rows + (place - (len(weights) - 1) / 2) * thickness,
             mean,
             height=thickness,
             xerr=std,
@@ -269,11 +298,7 @@ def _fit(axes: Axes, quantity: Quantity) -> None:
         return
     low, high = float(points[:, 1].min()), float(points[:, 1].max())
     if quantity.log:
-        margin = max((high / low) ** 0.05, 1.05)
-        axes.set(yscale="log", ylim=(low / margin, high * margin))
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,)))
-        axes.yaxis.set_major_formatter("{x:g}")  # 0.01, not 10⁻²
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        scale_log(axes, low, high)
     else:
         low = 0.0 if quantity.from_zero else low
         margin = 0.05 * (high - low) or 1.0

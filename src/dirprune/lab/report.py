@@ -20,6 +20,8 @@ from dirprune.lab.runs import Run
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.train import EpochRecord
 
+SPARE = ("test loss", "weight sparsity (%)", "s/epoch", "seeds", "total", "epochs")
+"""The columns of `Row.cells` that a narrow terminal goes without, the first of them first."""
 _NAMELESS = {"seed", "about", "keep", "published"}  # they do not change what a setting is
 _TOLD = {"name", "optimizer", "c", "mu", "method", "options"}  # every description tells them anyway
 

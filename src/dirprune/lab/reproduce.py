@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dirprune.lab import ledger, published
+from dirprune.lab.console import wrapped
 from dirprune.lab.ledger import Trajectory
 from dirprune.lab.published import Estimate, PublishedCell, Setting
 from dirprune.lab.train import EpochRecord
@@ -125,7 +126,7 @@ def text(cells: list[Cell]) -> str:
     for setting, group in by_setting(cells).items():
         if have := [cell for cell in group if not cell.missing]:
             lines += ["", f"{setting.experiment}, {setting}", _HEAD, *(_line(cell) for cell in have)]
-    lines += ["", summary(cells), *(f"missing: {line}" for line in missing(cells))]
+    lines += ["", wrapped(summary(cells)), *(wrapped(f"missing: {line}") for line in missing(cells))]
     return "\n".join(lines).lstrip("\n")
 
 
@@ -184,18 +185,23 @@ def missing(cells: Iterable[Cell]) -> list[str]:
     return lines
 
 
-_HEAD = (
-    f"  {'metric':<15}{'epoch':>6}{'ours':>10}{'runs':>5}{'paper':>20}{'off by':>9}{'comparable logs':>24}{'off by':>9}"
-)
+_LINE = "{:<10}{:>6}{:>7}{:>5}{:>14}{:>9}{:>19}{:>9}".format  # 79 letters: the least that terminals have is 80
+_HEAD = _LINE("metric", "epoch", "ours", "runs", "paper", "off by", "comparable logs", "off by")
 
 
 def _line(cell: Cell) -> str:
     given = cell.published
-    logs = f"{given.comparable.mean:.4f} ± {given.comparable.std:.4f} ({given.comparable.n})"
-    return (
-        f"  {given.metric:<15}{given.epoch:>6}{cell.mean:>10.4f}{len(cell.ours):>5}"
-        f"{f'{given.paper.mean:.4f} ± {given.paper.std:.4f}':>20}{format_deviation(cell.mean, given.paper):>9}"
-        f"{logs:>24}{format_deviation(cell.mean, given.comparable):>9}"
+    digits = 3 if given.metric.endswith("loss") else 2
+    paper, logs = (f"{e.mean:.{digits}f} ± {e.std:.{digits}f}" for e in (given.paper, given.comparable))
+    return _LINE(
+        given.metric.replace("accuracy", "acc."),
+        given.epoch,
+        f"{cell.mean:.{digits}f}",
+        len(cell.ours),
+        paper,
+        format_deviation(cell.mean, given.paper),
+        f"{logs} ({given.comparable.n})",
+        format_deviation(cell.mean, given.comparable),
     )
 
 

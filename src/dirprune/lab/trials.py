@@ -170,6 +170,8 @@ def plan(
     """
     sweeps = sweeps or {}
     chosen = [contestant(name) for name in dict.fromkeys(methods)]
+    if not chosen:
+        raise ValueError(f"methods={methods!r} names none to compare; take some of {', '.join(CONTESTANTS)}")
     if idle := sorted(set(sweeps) - {each.name for each in chosen}):
         raise ValueError(f"sweep of {idle[0]!r}, which is not among the methods {', '.join(e.name for e in chosen)}")
     if seeds < 1:
