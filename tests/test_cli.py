@@ -510,6 +510,24 @@ def test_a_table_goes_without_what_is_empty_the_same_or_spare(capsys: pytest.Cap
     assert [line.split("│")[0].strip() for line in lines[3:8]] == [row[0] for row in rows]  # on one line each
 
 
+def test_a_table_of_nothing_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    console.show("all", ("name", "value"), [("–", "–")])
+    console.show("none", ("name", "value"), [])
+    assert capsys.readouterr().out.count("name") == 2
+
+
+def test_a_terminal_without_a_width_hears_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert console.wrapped("some words that are long enough").split() == [
+        "some",
+        "words",
+        "that",
+        "are",
+        "long",
+        "enough",
+    ]
+
+
 @pytest.mark.usefixtures("_terminal")
 def test_a_report_of_many_settings_fits_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     spreads = [report.Spread(n / 10, 0.01) for n in range(4, 9)]

@@ -202,6 +202,38 @@ def test_targets_may_be_numbers(loss_fn: nn.Module, kind: str) -> None:
     torch.testing.assert_close(dense(ops[1]), dense(ops[0]))
 
 
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_loss_that_makes_its_own_numbers_is_refused_and_does_not_crash() -> None:
+    def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(outputs, nn.functional.one_hot(targets, 3).double())
+
+    op = HessianOperator(mlp(), squared, unequal_batches(4), compiled=True)
+    with pytest.raises(NotImplementedError, match="leave compiled out"):
+        op @ torch.ones(op.size, dtype=torch.float64)
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_batch_writes_into_buffers_does_not_reach_the_next(compiled: bool) -> None:
+    class Growing(nn.Linear):
+        n: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.n += 1
+            return super().forward(x) * self.n
+
+    model = Growing(4, 3)
+    model.register_buffer("n", torch.zeros(()))
+    batch = (torch.randn(5, 4), torch.randint(3, (5,)))
+    once, twice = (HessianOperator(model, nn.CrossEntropyLoss(), [batch] * n, compiled=compiled) for n in (1, 2))
+    torch.testing.assert_close(twice @ torch.ones(15), once @ torch.ones(15))
+
+
+def test_autocast_is_a_dtype() -> None:
+    with pytest.raises(ValueError, match="autocast='bfloat16' is not a dtype"):
+        HessianOperator(mlp(), nn.CrossEntropyLoss(), [], autocast="bfloat16")  # type: ignore[arg-type]
+
+
 class Square(torch.autograd.Function):
     """x², with a derivative that can be differentiated, and no forward mode."""
 

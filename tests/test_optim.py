@@ -6,9 +6,11 @@ import math
 import pickle
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import reference
 import torch
@@ -578,13 +580,24 @@ def test_sparse_gradients_equal_dense_ones(path: dict[str, Any], options: dict[s
     torch.testing.assert_close(tables[0], tables[1])
 
 
+def test_numbers_of_other_kinds_become_floats() -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer = GRDA([p], lr=Fraction(1, 8), c=np.float64(0.5), momentum=np.float32(0.5), weight_decay=0)
+    p.grad = torch.ones(2)
+    optimizer.step()
+    assert {type(optimizer.param_groups[0][name]) for name in ("lr", "c", "mu", "momentum", "weight_decay")} == {float}
+    saved_and_loaded(optimizer.state_dict())  # plain values only
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"lr": -0.1}, ["lr=-0.1", "≥ 0"]),
         ({"lr": math.nan}, ["lr=nan", "finite"]),
         ({"lr": math.inf}, ["lr=inf", "finite"]),
-        ({"lr": torch.tensor([0.1, 0.2])}, ["lr=tensor(", "one element"]),
+        ({"lr": torch.tensor([0.1, 0.2])}, ["lr=tensor(", "give one"]),
+        ({"lr": torch.tensor(1j)}, ["lr=tensor(", "give one"]),
+        ({"weight_decay": torch.tensor([0.1])}, ["weight_decay=tensor(", "give one"]),
         ({"lr": "a"}, ["lr='a'", "number", "lr=0.1"]),
         ({"lr": "0.1"}, ["lr='0.1'", "number"]),
         ({"c": None}, ["c=None", "number", "c=0.0005"]),

@@ -358,5 +358,7 @@ def test_figure_shows_every_run_and_the_random_level(trained: dict[str, Run], tm
     unfinished = projection_figure([replace(rows[0], converged=False)])
     assert any(line.get_markerfacecolor() == "white" for line in unfinished.axes[0].get_lines())
     assert save(figure, tmp_path / "figure.png").stat().st_size > 1000
+    flat = projection_figure([replace(rows[0], share=0.0, random_level=0.0)])  # no positive eigenvalue
+    assert flat.axes[0].get_yscale() == "linear"
     with pytest.raises(ValueError, match="rows is empty"):
         projection_figure([])

@@ -181,6 +181,17 @@ def test_notes_say_why_a_run_has_not_all_its_epochs(tmp_path: Path) -> None:
         assert sum(words in note for note in notes) == 1
 
 
+def test_seeds_are_compared_at_an_epoch_and_not_at_a_line(tmp_path: Path) -> None:
+    whole = make_run(tmp_path / "whole", DIGITS, [50.0, 60.0, 70.0])
+    cut = make_run(tmp_path / "cut", replace(DIGITS, seed=1), [52.0, 62.0, 72.0])
+    lines = (cut.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (cut.folder / "metrics.jsonl").write_text("".join(lines[1:]))
+    [row] = report([whole.folder, cut.folder]).rows
+    assert row.epoch == 3
+    assert row.test_accuracy is not None
+    assert row.test_accuracy.mean == 71.0
+
+
 def test_layers_of_a_run_without_its_checkpoints_are_those_it_ended_with(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", replace(DIGITS, model="gone:net"), [50.0, 60.0, 70.0])
     zeros = sparsity({"weight": torch.eye(4)})

@@ -146,6 +146,13 @@ def test_a_last_line_cut_anywhere_does_not_count(run: Run) -> None:
     assert run.records() == [record(1), record(2), record(3)]
 
 
+def test_binary_damage_is_named(run: Run) -> None:
+    for name, read in (("outcome.json", run.outcome), ("metrics.jsonl", run.records)):
+        (run.folder / name).write_bytes(b"\xff\xfe\n{}\n")
+        with pytest.raises(ValueError, match=name):
+            read()
+
+
 def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(run: Run) -> None:
     for epoch in (0, 2):
         checkpoint.save(run.checkpoints, epoch, {"model": {}})

@@ -65,6 +65,9 @@ def test_another_table_is_refused(tmp_path: Path, text: str) -> None:
 def test_settings_are_noted_once_and_sessions_each_time(tmp_path: Path) -> None:
     settle(tmp_path, {"k": 99}, {"device": "cpu"})  # binds nobody: no row came of it
     settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": None}, {"device": "cpu"})
+    (tmp_path / "products-0010").mkdir()  # what was kept of a measurement binds as much as its rows
+    with pytest.raises(OtherSettings, match="k=10, not k=11"):
+        settle(tmp_path, {"k": 11, "epochs": (1, 2), "examples": None}, {"device": "cpu"})
     write_rows(tmp_path / "points.csv", Point, POINTS)
     settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": None}, {"device": "gpu"})
     noted = json.loads((tmp_path / "settings.json").read_text())

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def batchnorms(model: nn.Module) -> list[_BatchNorm]:
-    """Return the layers of the model that keep running statistics."""
+    """Return the BatchNorm layers of the model that keep running statistics."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
 
 
@@ -21,6 +21,8 @@ def estimate_statistics(
     forward: Callable[[Tensor, Tensor], object],
 ) -> None:
     """Replace running statistics by mean and variance of each batch, averaged over the samples.
+
+    Of a layer that a pass uses more than once the last use counts. If a pass fails, the statistics stay as they were.
 
     Args:
         norms: from `batchnorms`; the mode of everything else is the caller's.
@@ -35,7 +37,8 @@ def estimate_statistics(
     """
     before = [(norm, norm.momentum, norm.training) for norm in norms]
     statistics = [s for norm in norms for s in (norm.running_mean, norm.running_var) if s is not None]
-    sums, seen = [torch.zeros_like(statistic) for statistic in statistics], 0
+    result = [statistic.clone() for statistic in statistics]
+    sums, seen = [torch.zeros_like(s, dtype=torch.promote_types(s.dtype, torch.float32)) for s in statistics], 0
     try:
         for norm in norms:
             norm.reset_running_stats()  # a nan would stay: 0 · nan = nan
@@ -44,7 +47,10 @@ def estimate_statistics(
             forward(inputs, targets)
             torch._foreach_add_(sums, statistics, alpha=len(inputs))
             seen += len(inputs)
+        if not seen:
+            raise ValueError("batches holds no examples, so there is nothing to estimate statistics from")
+        result = list(torch._foreach_div(sums, seen))
     finally:
+        torch._foreach_copy_(statistics, result)
         for norm, momentum, mode in before:
             norm.momentum, norm.training = momentum, mode
-    torch._foreach_copy_(statistics, torch._foreach_div(sums, max(seen, 1)))

@@ -99,6 +99,8 @@ class HessianOperator:
     ) -> None:
         if kind not in get_args(Kind):
             raise ValueError(f"kind is {kind!r}; choose one of {', '.join(map(repr, get_args(Kind)))}")
+        if autocast is not None and not isinstance(autocast, torch.dtype):
+            raise ValueError(f"autocast={autocast!r} is not a dtype; give e.g. torch.bfloat16, or None")
         if isinstance(batches, Iterator):
             raise ValueError("batches is an iterator, spent after one pass; give a list or a DataLoader")
         chosen = _choose(model, parameters)
@@ -108,6 +110,7 @@ class HessianOperator:
         self.compiled, self.autocast = compiled, autocast
         self._forward = forward_product(model, loss_fn, kind, autocast)
         self._fast = torch.compile(self._forward, dynamic=False) if compiled else self._forward
+        self._tried = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -125,8 +128,7 @@ class HessianOperator:
         examples = common = 0
         with _undisturbed(self.model, self.device), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
             weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-            # Copies, because a module may write to its buffers even in eval mode.
-            buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            buffers = dict(self.model.named_buffers())
             for inputs, targets in self.batches:
                 # One shape is compiled, the common one: a compilation costs more than the short last batch ever will.
                 common = common or len(targets)
@@ -148,7 +150,9 @@ class HessianOperator:
 
     def _backwards(self, batch: _Batch, weights: Weights, buffers: Weights) -> Callable[[Weights], Weights]:
         leaves = {name: weights[name].detach().requires_grad_() for name in self.names}
-        outputs = outputs_of(self.model, {**weights, **leaves, **buffers}, batch.inputs, self.autocast)
+        # Copies, because a module may write to its buffers even in eval mode.
+        copies = {name: buffer.clone() for name, buffer in buffers.items()}
+        outputs = outputs_of(self.model, {**weights, **leaves, **copies}, batch.inputs, self.autocast)
         product = reverse_product(self.kind, outputs, batch.targets, self.loss_fn, list(leaves.values()))
         return lambda vector: dict(zip(vector, product(list(vector.values())), strict=True))
 
@@ -157,6 +161,9 @@ class HessianOperator:
 
         def product(vector: Weights) -> Weights:
             try:
+                if not self._tried:  # what the plain function cannot do has crashed the compiler, and the process
+                    self._forward(weights, vector, buffers, batch.inputs, batch.targets)
+                    self._tried = True
                 return forward(weights, vector, buffers, batch.inputs, batch.targets)
             except Exception as error:
                 self._backwards(batch, weights, buffers)(vector)  # raises what is not the fault of this way

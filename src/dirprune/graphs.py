@@ -68,6 +68,10 @@ class Captured:
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.cuda.device(inputs.device):
+            return self._replay(inputs, targets)
+
+    def _replay(self, inputs: Tensor, targets: Tensor) -> Tensor:
         key = (self._key(), inputs.shape, inputs.dtype, targets.shape, targets.dtype)
         if key not in self._graphs:
             before = [tensor.detach().clone() for tensor in self._changes]

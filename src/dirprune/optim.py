@@ -358,11 +358,14 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _check_options(options: dict[str, Any]) -> None:
+    """Raise if an option cannot be used, and make numbers plain floats."""
     for name, example in _NUMBERS.items():
         value = options[name]
-        if not isinstance(value, Real | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
-            remedy = f"give a number or a tensor of one element, e.g. {name}={example:g}"
-            raise ValueError(f"{name}={value!r} is not a number; {remedy}")
+        if name == "lr" and isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            continue
+        if not isinstance(value, Real):
+            raise ValueError(f"{name}={value!r} is not a number; give one, e.g. {name}={example:g}")
+        options[name] = float(value)  # not numpy's or a Fraction, which a state could not be saved with
     lr, c, mu, momentum, weight_decay = (float(options[name]) for name in _NUMBERS)
     if not lr >= 0 or math.isinf(lr):
         raise ValueError(f"lr={lr} is not a learning rate; give a finite number ≥ 0, e.g. lr=0.1")

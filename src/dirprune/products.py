@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp
+from torch.utils._pytree import tree_map
 
 from dirprune.weights import Weights
 
@@ -39,7 +40,10 @@ def outputs_of(model: nn.Module, state: Weights, inputs: Any, autocast: torch.dt
 
 
 def _cast(data: Any, dtype: torch.dtype) -> Any:
-    return data.to(dtype) if isinstance(data, Tensor) and data.is_floating_point() else data
+    """Return the data, tensors in any nesting, with floats in this dtype."""
+    return tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, data
+    )
 
 
 def reverse_product(
@@ -93,7 +97,7 @@ def _along(function: Callable[[Any, Any], Any], point: Any, tangent: Any, target
     """Return the derivative of p ↦ function(p, targets) along the tangent.
 
     Targets that are not class numbers get a tangent too, of zeros: without one torch's forward mode of a squared error
-    fails, and when compiled takes the process with it.
+    fails.
     """
     if isinstance(targets, Tensor) and targets.is_floating_point():
         return jvp(function, (point, targets), (tangent, torch.zeros_like(targets)))[1]

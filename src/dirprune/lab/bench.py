@@ -152,7 +152,7 @@ COLUMNS = (
     "paper MiB",
     "overhead",
 )
-SPARE = ("paper MiB", "floor ms", "overhead", "MiB")
+SPARE = ("floor ms", "overhead", "MiB")
 """The columns that a narrow terminal goes without, the first of them first."""
 
 

@@ -158,7 +158,9 @@ def train(
                 f"--keep {keep!r} names epoch {max(chosen.keep)}, and the run ends after epoch {chosen.epochs}; give "
                 "epochs from 0 to that, or a longer --epochs"
             )
-        if chosen.optimizer == "sgd" and (idle := [name for name, value in (("--c", c), ("--mu", mu)) if value]):
+        if chosen.optimizer == "sgd" and (
+            idle := [name for name, value in (("--c", c), ("--mu", mu)) if value is not None]
+        ):
             say(f"{' and '.join(idle)} only matter to gRDA: SGD trains without.")
         folder = out or runs.unused(Path("runs") / runs.default_name(chosen))
         factor = chosen.schedule.factor(1, chosen.epochs)
@@ -213,8 +215,6 @@ def report(
                 say(note)
         try:
             paths = reports.draw(found, out or (None if len(run) == 1 else Path("report")))
-        except OSError as error:
-            raise ValueError(f"the figures cannot be written: {error}; give another folder with --out") from error
         finally:
             if not is_terminal():
                 emit({**found.to_dict(), "figures": [str(path) for path in paths]})

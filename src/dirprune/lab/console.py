@@ -49,7 +49,7 @@ def say(message: str) -> None:
 
 def wrapped(text: str) -> str:
     """Return a text as lines that the terminal has room for; an indent of four marks a command, which stays whole."""
-    width = Console(stderr=True).width
+    width = max(Console(stderr=True).width, 20)
     return "\n".join(line if line.startswith("    ") else _fill(line, width) for line in text.split("\n"))
 
 
@@ -132,7 +132,7 @@ def show(
     console = Console(width=None if is_terminal() else 200)
     lines = zip(columns, *rows, strict=True)
     every = [_Column(header, cells, number < left) for number, (header, *cells) in enumerate(lines)]
-    told = [column for column in every if set(column.cells) != {NOTHING}]
+    told = [column for number, column in enumerate(every) if number == 0 or set(column.cells) != {NOTHING}]
     width = partial(_least_width, console)
     table = min(_shapes(title, told, spare), key=lambda shape: max(width(shape), console.width))
     console.width = max(console.width, width(table))  # better broken lines than lost numbers
@@ -166,7 +166,7 @@ def _shapes(title: str, columns: Sequence[_Column], spare: Sequence[str]) -> Ite
         yield _table(title, [_Column(first[0], first[1:], words=True), *turned], words)
         for count in range(len(spare) + 1):
             gone = [column for column in columns if column.header in spare[:count] and not column.same]
-            kept = [column for column in columns if column not in same + gone]
+            kept = [column for column in columns if column not in same + gone] or columns[:1]
             yield _table(title, kept, words, _caption(same, gone))
 
 

@@ -44,12 +44,9 @@ def projection_figure(rows: Sequence[ProjectionRow], published: Sequence[Publish
     axes.axhline(rows[0].random_level, linestyle="--", color=GREY, linewidth=1.0, label="a random direction")
     axes.set_ylabel("share of the difference, ‖PΔ‖ / ‖Δ‖")
     mark_epochs(axes)
-    heights = [
-        rows[0].random_level,
-        *(r.share for r in rows),
-        *(share for curve in published for share in curve.shares),
-    ]
-    scale_log(axes, min(heights), max(heights))
+    shares = [*(r.share for r in rows), *(share for curve in published for share in curve.shares)]
+    if heights := [height for height in (rows[0].random_level, *shares) if height > 0]:
+        scale_log(axes, min(heights), max(heights))
     add_legend(figure)
     return figure
 

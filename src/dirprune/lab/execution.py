@@ -166,7 +166,7 @@ class CapturedStep:
     def prepare(self, inputs: Tensor, sizes: Iterable[int]) -> None:
         """Capture a graph for each batch size; weights, statistics, optimizer and random state stay as they were."""
         saved = _Saved(self.model, self.optimizer)
-        with torch.random.fork_rng(devices=[inputs.device]):
+        with torch.cuda.device(inputs.device), torch.random.fork_rng(devices=[inputs.device]):
             for number, size in enumerate(sizes):
                 # Only the common batch is worth compiling for; the last, short one of an epoch runs uncompiled.
                 self._recordings[size] = self._capture(inputs, size, compiles=number == 0)
@@ -193,9 +193,10 @@ class CapturedStep:
 
     def __call__(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> None:
         recording = self._recordings[len(targets)]
-        recording.inputs.copy_(inputs)
-        recording.targets.copy_(targets)
-        recording.graph.replay()
+        with torch.cuda.device(inputs.device):
+            recording.inputs.copy_(inputs)
+            recording.targets.copy_(targets)
+            recording.graph.replay()
         if recording is not self._latest:  # p.grad is that of this step, as after a plain one
             self._latest = recording
             for p, gradient in recording.gradients:

@@ -84,8 +84,12 @@ Runs = Mapping[str, Sequence[Sequence[EpochRecord]]]
 @styled
 def save(figure: Figure, path: Path) -> Path:
     """Write the figure to ``path``, in the format of its suffix (.png, .pdf, .svg), and return the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except OSError as error:
+        remedy = f"{error.strerror}, so there is no figure; give another folder with --out"
+        raise OSError(error.errno, remedy, str(path)) from error
     return path
 
 

@@ -106,13 +106,13 @@ class Group:
             optimizer=recipe.optimizer,
             c=recipe.c if thresholds else None,
             mu=recipe.mu if thresholds else None,
-            epoch=min((len(records) for _, records in started), default=0),
+            epoch=_last_of_all([records for _, records in started]),
             epochs=recipe.epochs,
             seeds=tuple(run.recipe.seed for run, _ in started),
         )
-        if not started:
+        if not row.epoch:
             return row
-        last = [records[row.epoch - 1] for _, records in started]
+        last = [next(record for record in records if record.epoch == row.epoch) for _, records in started]
         return replace(
             row,
             test_accuracy=Spread.of([record.test_accuracy for record in last]),
@@ -290,6 +290,12 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def _last_of_all(every: Sequence[Sequence[EpochRecord]]) -> int:
+    """Return the last epoch that all of them have a record of, 0 if there is none."""
+    shared = [{record.epoch for record in records} for records in every]
+    return max(set.intersection(*shared), default=0) if shared else 0
+
+
 def _without_seed(recipe: Recipe) -> Recipe:
     """Return the recipe without its seed and what does not change the numbers, so that equal ones belong together."""
     plain = replace(recipe, seed=0, about="", keep=(), published=())
@@ -312,7 +318,7 @@ def _notes(group: Group) -> list[str]:
             notes.append(f"{run.folder} has no finished epoch yet and is left out")
         elif len(records) < recipe.epochs:
             notes.append(f"{run.folder} has {len(records)} of {recipe.epochs} epochs; `dirprune resume {run.folder}`")
-    if any(len(records) > row.epoch for records in group.records) and row.epoch:
+    if row.epoch and any(records and records[-1].epoch > row.epoch for records in group.records):
         notes.append(f"{group.label}: its seeds are compared at epoch {row.epoch}, the last that all of them have")
     if repeated := sorted({seed for seed in row.seeds if row.seeds.count(seed) > 1}):
         seeds = ", ".join(map(str, repeated))

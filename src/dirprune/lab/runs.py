@@ -91,13 +91,13 @@ class Run:
     def records(self) -> list[EpochRecord]:
         """Return the epochs trained so far; a last line that a crash cut short does not count."""
         path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         if lines and not _is_whole(lines[-1]):
             lines.pop()
         records: list[EpochRecord] = []
         try:
             records.extend(EpochRecord(**json.loads(line)) for line in lines)
-        except (json.JSONDecodeError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             number = len(records) + 1
             raise ValueError(f"line {number} of {path} is not an epoch record: {error}; mend it by hand") from error
         return records
@@ -145,7 +145,7 @@ class Run:
         path = self.folder / "outcome.json"
         try:
             return Outcome.from_dict(json.loads(path.read_text())) if path.exists() else None
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} cannot be read as an outcome: {error}; delete it, and `dirprune resume` writes it again"
             ) from error

@@ -24,7 +24,7 @@ from dirprune.lab.recipes import Recipe
 from dirprune.lab.resident import ResidentLoader
 
 PRECISIONS = ("float32", "tf32", "bfloat16")
-COMPILED_FROM = 20
+COMPILED_FROM = 40
 """Batches of a Hessian that is worth compiling for: it takes a minute, and saves some 30 ms a batch in 50 products."""
 
 

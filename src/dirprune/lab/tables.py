@@ -70,13 +70,14 @@ def settle(folder: Path, settings: Mapping[str, Any], environment: Mapping[str, 
     """
     path = folder / "settings.json"
     wanted = json.loads(json.dumps(settings))
-    begun = path.exists() and any(folder.glob("*.csv"))  # settings without a row bind nobody
+    # Settings without anything measured bind nobody; products that were kept do as much as rows.
+    begun = path.exists() and any(entry != path for entry in folder.iterdir())
     noted = json.loads(path.read_text()) if begun else {"settings": wanted, "sessions": []}
     differing = [key for key in wanted if noted["settings"].get(key) != wanted[key]]
     if differing:
         there = ", ".join(f"{key}={noted['settings'].get(key)}" for key in differing)
         here = ", ".join(f"{key}={wanted[key]}" for key in differing)
-        raise OtherSettings(f"{folder} holds rows measured with {there}, not {here}; give another --out, or delete it")
+        raise OtherSettings(f"{folder} was begun with {there}, not {here}; give another --out, or delete it")
     noted["sessions"].append(dict(environment))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, noted)
