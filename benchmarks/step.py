@@ -4,6 +4,10 @@
 
 Ours on every path, torch.optim.SGD on every path, the formulation of the paper's authors (abs, sign, clamp and multiply
 with fresh tensors), and the floor: copying the 16 bytes a parameter that the update has to move.
+
+What a fresh tensor costs on a CPU depends on malloc. In a program as small as this one glibc soon keeps the memory that
+is freed; `MALLOC_MMAP_THRESHOLD_=131072 python benchmarks/step.py` has it take that of every large tensor from the
+system, which clears each page, as happens in programs whose memory is in more demand.
 """
 
 from __future__ import annotations
