@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -390,3 +393,26 @@ def test_a_copy_steps_on_its_own() -> None:
     drive_on_device(twin, twin.param_groups[0]["params"], range(2, 4))
     for p, q in zip(params, twin.param_groups[0]["params"], strict=True):
         torch.testing.assert_close(p, q)
+
+
+VECTORS = """
+import re, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dirprune._fused import BLOCK, CHUNK, _COMPILATION, _grda_kernel as kernel
+chosen = dict(PARAM=tl.float32, GRAD=tl.float32, STATE=tl.float32, ALIGNED=True, CHUNK=CHUNK, BLOCK=BLOCK)
+kinds = {name: chosen.get(name, False) for name in kernel.arg_names if name.isupper()}
+signature = {name: "constexpr" if name in kinds else "*i32" for name in kernel.arg_names} | {"table": "*i64"}
+constants = {(kernel.arg_names.index(name),): value for name, value in kinds.items()}
+source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in range(6)})
+ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=_COMPILATION).asm["ptx"]
+vectors = BLOCK // (4 * 32 * _COMPILATION["num_warps"])  # of four float32, that a thread has of a block
+print(len(re.findall(r"ld.global.v4", ptx)) / vectors, len(re.findall(r"st.global.v4", ptx)) / vectors)
+"""
+
+
+def test_the_compiled_kernel_moves_16_bytes_a_thread() -> None:
+    """Gradient and accumulator are read, accumulator and parameter written; under a mask it would be by 4 bytes."""
+    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", VECTORS], capture_output=True, text=True, check=True, env=compiling)
+    assert done.stdout.split() == ["2.0", "2.0"]

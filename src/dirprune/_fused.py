@@ -56,6 +56,30 @@ def _float64(address):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _pointer(cell, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return where a cell of the table points; aligned, each thread moves 16 bytes at a time."""
+    address = tl.load(cell).to(tl.pointer_type(KIND))
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
+def _grown(table, lr, n, tau):  # type: ignore[no-untyped-def]
+    """Return the threshold of step n, from that of the step before.
+
+    At n = 1 the second power is 0^μ = 0, whose logarithm must not be taken; nor that of a rate of 0. No branches, so
+    that the first elements are on their way while this is computed.
+    """
+    c = _float64(table + 1)
+    mu = _float64(table + 2)
+    rate = lr / (1.0 - _float64(table + 3))
+    before = tl.where(n > 1, tl.exp2(mu * tl.log2(tl.maximum(n - 1, 1.0))), 0.0)
+    power = tl.where(rate > 0, tl.exp2((mu + 0.5) * tl.log2(tl.where(rate > 0, rate, 1.0))), 0.0)
+    return tau + c * power * (tl.exp2(mu * tl.log2(n)) - before)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _take(  # type: ignore[no-untyped-def]
     param,
     grad,
@@ -118,35 +142,19 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     tensor = tl.load(chunk_tensor + program)
     row = table + _HEADER + tensor * _COLUMNS
-    param = tl.load(row).to(tl.pointer_type(PARAM))
-    grad = tl.load(row + 1).to(tl.pointer_type(GRAD))
-    accumulator = tl.load(row + 2).to(tl.pointer_type(STATE))
-    if ALIGNED:  # so that each thread moves 16 bytes at a time
-        param = tl.multiple_of(param, 16)
-        grad = tl.multiple_of(grad, 16)
-        accumulator = tl.multiple_of(accumulator, 16)
+    param = _pointer(row, PARAM, ALIGNED)
+    grad = _pointer(row + 1, GRAD, ALIGNED)
+    accumulator = _pointer(row + 2, STATE, ALIGNED)
+    buffer = _pointer(row + 3, STATE, ALIGNED) if MOMENTUM else accumulator
     first = tl.load(chunk_index + program).to(tl.int64) * CHUNK
     elements = tl.load(row + 4)
 
     lr = tl.load(lr_address).to(tl.float64) if LR_TENSOR else _float64(table)
-    step = tl.load(row + 5).to(tl.pointer_type(tl.float64))
-    threshold = tl.load(row + 6).to(tl.pointer_type(tl.float64))
+    step = _pointer(row + 5, tl.float64, False)
+    threshold = _pointer(row + 6, tl.float64, False)
     n = tl.load(step) + 1.0
-    tau = tl.load(threshold)
-    c = _float64(table + 1)
-    mu = _float64(table + 2)
-    rate = lr / (1.0 - _float64(table + 3))
-    # At n = 1 the second term is 0^μ = 0, whose logarithm must not be taken; nor that of a rate of 0. No branches, so
-    # that the first elements are on their way while this is computed.
-    before = tl.where(n > 1, tl.exp2(mu * tl.log2(tl.maximum(n - 1, 1.0))), 0.0)
-    power = tl.where(rate > 0, tl.exp2((mu + 0.5) * tl.log2(tl.where(rate > 0, rate, 1.0))), 0.0)
-    tau += c * power * (tl.exp2(mu * tl.log2(n)) - before)
+    tau = _grown(table, lr, n, tl.load(threshold))
 
-    buffer = accumulator
-    if MOMENTUM:
-        buffer = tl.load(row + 3).to(tl.pointer_type(STATE))
-        if ALIGNED:
-            buffer = tl.multiple_of(buffer, 16)
     gamma = lr.to(STATE)
     bound = tau.to(STATE)
     m = _float64(table + 3).to(STATE)
@@ -154,43 +162,14 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
     # A mask makes each thread move one element at a time instead of 16 bytes: only a tensor's last chunk needs it.
     if first + CHUNK <= elements:
         for start in range(0, CHUNK, BLOCK):
-            _take(
-                param,
-                grad,
-                accumulator,
-                buffer,
-                first + start + tl.arange(0, BLOCK),
-                None,
-                None,
-                gamma,
-                bound,
-                m,
-                decay,
-                MOMENTUM,
-                NESTEROV,
-                WEIGHT_DECAY,
-                MAXIMIZE,
-            )
+            offsets = first + start + tl.arange(0, BLOCK)
+            _take(param, grad, accumulator, buffer, offsets, None, None,
+                  gamma, bound, m, decay, MOMENTUM, NESTEROV, WEIGHT_DECAY, MAXIMIZE)  # fmt: skip
     else:
         for start in range(0, CHUNK, BLOCK):
             offsets = first + start + tl.arange(0, BLOCK)
-            _take(
-                param,
-                grad,
-                accumulator,
-                buffer,
-                offsets,
-                offsets < elements,
-                0.0,
-                gamma,
-                bound,
-                m,
-                decay,
-                MOMENTUM,
-                NESTEROV,
-                WEIGHT_DECAY,
-                MAXIMIZE,
-            )
+            _take(param, grad, accumulator, buffer, offsets, offsets < elements, 0.0,
+                  gamma, bound, m, decay, MOMENTUM, NESTEROV, WEIGHT_DECAY, MAXIMIZE)  # fmt: skip
 
     # Every program of a tensor has read n and τ before it reports here; the last one to report writes them.
     tl.debug_barrier()
