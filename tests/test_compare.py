@@ -288,6 +288,18 @@ def test_runs_that_have_ended_are_not_touched(tmp_path: Path, monkeypatch: pytes
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_a_trial_whose_checkpoints_are_gone_keeps_its_records(tmp_path: Path) -> None:
+    planned = trials_of(methods=("sgd",))
+    run(planned, tmp_path, stopping=after(2))
+    begun = runs.load(tmp_path / "runs" / planned[0].name)
+    records = begun.records()
+    assert records
+    shutil.rmtree(begun.checkpoints)
+    with pytest.raises(ValueError, match="no checkpoint to go on from"):
+        run(planned, tmp_path)
+    assert begun.records() == records
+
+
 def test_a_trial_that_diverges_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     planned = trials_of(replace(SHORT, model="test_compare:at_first_breaking"), sparsities=(0.5,))
     rows = [step.row for step in run(planned, tmp_path) if step.row]

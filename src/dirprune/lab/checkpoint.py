@@ -91,6 +91,13 @@ def load(path: Path, *, map_location: str | torch.device = "cpu") -> State:
 
     Example: see :func:`save`.
     """
+    try:
+        return _read(path, map_location)
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(f"{error}; restore it from a copy, or take another epoch's") from error
+
+
+def _read(path: Path, map_location: str | torch.device) -> State:
     data = _verified(path)
     try:
         state: State = torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
@@ -127,7 +134,7 @@ def latest(folder: Path, *, map_location: str | torch.device = "cpu") -> tuple[i
     for epoch in reversed(epochs(folder)):
         path = _path(folder, epoch)
         try:
-            state = load(path, map_location=map_location)
+            state = _read(path, map_location)
         except CorruptCheckpoint as error:
             problems.append(str(error))
             continue

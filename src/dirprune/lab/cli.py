@@ -218,12 +218,14 @@ def report(
         finally:
             if not is_terminal():
                 emit({**found.to_dict(), "figures": [str(path) for path in paths]})
-        if is_terminal() and len(run) == 1 and paths:
+        if not is_terminal():
+            return
+        if len(run) == 1 and paths:
             from dirprune.lab import runs
 
             epoch, zeros = reports.layerwise(runs.load(run[0]))
             print(f"\nLayer by layer, after epoch {epoch}:\n\n{zeros}\n")
-        for path in paths if is_terminal() else []:
+        for path in paths:
             print(f"figure: {path}")
 
 

@@ -67,8 +67,8 @@ def compare(
             except Diverged as error:
                 yield Progress(number, trial, len(run.records()), str(error))
             except ValueError:
-                if not checkpoint.epochs(run.checkpoints):
-                    run.discard()  # it never began, and would stand in the way of what is tried instead
+                if not run.begun:
+                    run.discard()  # it would stand in the way of what is tried instead
                 raise
             if run.outcome() is not None:
                 checkpoint.prune(run.checkpoints, keep=trial.recipe.keep, last=1)  # nobody goes back from here

@@ -51,8 +51,8 @@ def follow(
         try:
             _train(found, process, where, root, save_every, tensorboard and first, title, quiet)
         except BaseException:
-            if first and not isinstance(run, Run) and not checkpoint.epochs(found.checkpoints):
-                found.discard()  # it never began: the same command shall work once its cause is mended
+            if first and not isinstance(run, Run) and not found.begun:
+                found.discard()  # the same command shall work once its cause is mended
             raise
 
 

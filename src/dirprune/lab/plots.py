@@ -88,8 +88,8 @@ def save(figure: Figure, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
     except OSError as error:
-        remedy = f"{error.strerror}, so there is no figure; give another folder with --out"
-        raise OSError(error.errno, remedy, str(path)) from error
+        told = f"{error.strerror}, so there is no figure; choose another folder"
+        raise OSError(error.errno, told, str(path)) from error
     return path
 
 

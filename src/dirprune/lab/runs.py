@@ -85,6 +85,11 @@ class Run:
         return self.folder / "checkpoints"
 
     @property
+    def begun(self) -> bool:
+        """Whether there is anything of it to lose: a checkpoint, or a record."""
+        return bool(checkpoint.epochs(self.checkpoints) or self.records())
+
+    @property
     def figures(self) -> Path:
         return self.folder / "figures"
 
@@ -211,7 +216,7 @@ def load(folder: Path) -> Run:
         raise FileNotFoundError(f"{folder} is not a run: it has no config.json; {remedy}")
     try:
         return Run(folder, Recipe.from_dict(json.loads(config.read_text())))
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{config} cannot be read as a recipe: {error}") from error
 
 
