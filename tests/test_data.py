@@ -20,7 +20,7 @@ from dirprune.lab.data import (
 )
 from dirprune.lab.download import ARCHIVES
 from dirprune.lab.loader import Batch, Batching
-from dirprune.lab.resident import ResidentLoader, crop_flip, draw_crop_flip
+from dirprune.lab.resident import Crops, ResidentLoader, draw_crop_flip
 
 GREY = Normalization((0.0,), (1.0,))
 
@@ -69,7 +69,8 @@ def test_batched_augmentation_equals_one_image_at_a_time() -> None:
     images = torch.randint(1, 256, (40, 3, 7, 6), dtype=torch.uint8, generator=source)
     draws = draw_crop_flip(40, 4, source)
     expected = [crop_flip_reference(image, draw, padding=4) for image, draw in zip(images, draws, strict=True)]
-    assert torch.equal(crop_flip(images, draws, 4), torch.stack(expected))
+    rows = torch.cat([torch.arange(40).unsqueeze(1), draws], dim=1)
+    assert torch.equal(Crops(images, 4)(rows), torch.stack(expected))
 
 
 def test_draws_are_uniform_over_offsets_and_orientations() -> None:

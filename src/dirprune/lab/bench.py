@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dirprune.lab import data, models, recipes
-from dirprune.lab.data import Loaders, Synthetic
+from dirprune.lab.data import Batch, Loaders, Synthetic
 from dirprune.lab.execution import Tally, make_scoring, make_step
 from dirprune.lab.experiment import make_optimizer
 from dirprune.lab.runs import environment
@@ -67,7 +68,9 @@ class Cost:
 class _Trainer:
     """A network under one optimizer, ready to step."""
 
-    def __init__(self, name: str, optimizer: str, loaders: Loaders, device: torch.device) -> None:
+    def __init__(
+        self, name: str, optimizer: str, loaders: Loaders, batches: Sequence[Batch], device: torch.device
+    ) -> None:
         recipe = replace(recipes.get(WORKLOADS[name].recipe), optimizer=optimizer)
         self.execution = recipe.execution(device.type)
         torch.manual_seed(0)
@@ -75,7 +78,7 @@ class _Trainer:
         optimizer_ = make_optimizer(recipe, self.model, device)
         self.scoring = make_scoring(self.model, self.model, self.execution, device)
         self.loaders = loaders
-        self.batches = [batch for batch, _ in zip(loaders.train.epoch(1), range(8), strict=False)]
+        self.batches = batches
         last = loaders.train.examples % loaders.train.batch_size
         sizes = [loaders.train.batch_size, *([last] if last else [])]
         self.tally = Tally(len(loaders.train), device)
@@ -113,12 +116,13 @@ def bench(name: str, *, device: torch.device, rounds: int = 7, steps: int = 50) 
         device=device,
         synthetic=Synthetic(workload.shape, workload.classes, workload.examples, workload.test_examples),
     )
+    batches = list(islice(loaders.train.epoch(1), 8))
     steps = min(steps, len(loaders.train))
     trainers: dict[str, _Trainer] = {}
     peaks: dict[str, float | None] = {}
     for optimizer in recipes.OPTIMIZERS[::-1]:
         before = _reset_peak(device)
-        trainers[optimizer] = _Trainer(name, optimizer, loaders, device)
+        trainers[optimizer] = _Trainer(name, optimizer, loaders, batches, device)
         trainers[optimizer].steps(steps)
         peaks[optimizer] = (torch.cuda.max_memory_allocated(device) - before) / 2**20 if before is not None else None
     times: dict[str, list[float]] = {optimizer: [] for optimizer in trainers}

@@ -59,9 +59,20 @@ class Batching:
         """Batches in one pass over `examples` examples."""
         return -(-examples // self.batch_size)
 
-    def shares(self, rows: Tensor) -> list[Tensor]:
+    def shares(self, rows: Tensor) -> tuple[Tensor, ...]:
         """This process's rows of every global batch of consecutive rows."""
-        return [batch[self.rank :: self.world_size] for batch in torch.split(rows, self.batch_size)]
+        return torch.split(self.own(rows), self.sizes(len(rows)))
+
+    def own(self, rows: Tensor) -> Tensor:
+        """This process's rows of all global batches, one after the other."""
+        if self.world_size == 1:
+            return rows
+        return rows[torch.arange(len(rows)) % self.batch_size % self.world_size == self.rank]
+
+    def sizes(self, examples: int) -> list[int]:
+        """How many rows of every global batch are this process's."""
+        starts = range(0, examples, self.batch_size)
+        return [len(range(self.rank, min(self.batch_size, examples - start), self.world_size)) for start in starts]
 
     def generator(self, epoch: int) -> torch.Generator:
         """The source of all of an epoch's randomness; on the CPU, so that every device sees the same order."""

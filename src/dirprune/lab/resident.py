@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,20 +21,26 @@ def draw_crop_flip(examples: int, padding: int, generator: torch.Generator) -> T
     return torch.cat([offsets, flips], dim=1)
 
 
-def crop_flip(images: Tensor, draws: Tensor, padding: int) -> Tensor:
-    """Pads each image with black, cuts its own size out at (top, left), and mirrors it left to right where flip is 1.
+class Crops:
+    """The random crops of a set of images: padded with black, cut out in their own size, mirrored left to right or not.
+
+    The padded images are kept. Every possible crop is a strided view of them, so that taking some copies those only.
 
     >>> image = torch.tensor([[[[1, 2], [3, 4]]]], dtype=torch.uint8)
-    >>> crop_flip(image, torch.tensor([[2, 1, 1]]), padding=1)
+    >>> Crops(image, padding=1)(torch.tensor([[0, 2, 1, 1]]))
     tensor([[[[4, 3],
               [0, 0]]]], dtype=torch.uint8)
     """
-    height, width = images.shape[-2:]
-    # Every possible crop of every image as a strided view; indexing then copies only the chosen ones, in one launch.
-    windows = pad(images, [padding] * 4).unfold(2, height, 1).unfold(3, width, 1)
-    top, left, flip = draws.unbind(dim=1)
-    crops = windows[torch.arange(len(images), device=images.device), :, top, left]
-    return torch.where(flip.bool().view(-1, 1, 1, 1), crops.flip(-1), crops)
+
+    def __init__(self, images: Tensor, padding: int) -> None:
+        height, width = images.shape[-2:]
+        self._windows = pad(images, [padding] * 4).unfold(2, height, 1).unfold(3, width, 1)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return the crops that the rows (example, top, left, flip) ask for."""
+        example, top, left, flip = rows.unbind(dim=1)
+        crops = self._windows[example, :, top, left]
+        return torch.where(flip.bool().view(-1, 1, 1, 1), crops.flip(-1), crops)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,23 +74,26 @@ class ResidentLoader:
         return self.batching.batches(self.examples)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._batches(torch.arange(self.examples).unsqueeze(1), padding=None)
+        return self._batches(torch.arange(self.examples).unsqueeze(1))
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         generator = self.batching.generator(epoch)
         plan = torch.randperm(self.examples, generator=generator).unsqueeze(1)
         if self.padding is not None:
             plan = torch.cat([plan, draw_crop_flip(self.examples, self.padding, generator)], dim=1)
-        return self._batches(plan, padding=self.padding)
+        return self._batches(plan)
 
-    def _batches(self, plan: Tensor, padding: int | None) -> Iterator[Batch]:
+    @cached_property
+    def _crops(self) -> Crops:
+        return Crops(self.images, self.padding or 0)
+
+    def _batches(self, plan: Tensor) -> Iterator[Batch]:
         """Carries out a plan: rows (example, top, left, flip), or (example,) alone, in the order of the pass.
 
         A batch is a slice of a chunk prepared beforehand: it costs no launch, and the host never waits for the device.
         """
-        shares = self.batching.shares(plan)
-        plan = torch.cat(shares).to(self.images.device)
-        sizes = [len(share) for share in shares]
+        sizes = self.batching.sizes(len(plan))
+        plan = self.batching.own(plan).to(self.images.device)
         normalise = self.normalization.on(self.images.device)
         chunk = max(1, CHUNK_BYTES // (4 * self.images[0].numel() * self.batch_size))
         start = 0
@@ -91,7 +101,6 @@ class ResidentLoader:
             lengths = sizes[first : first + chunk]
             rows = plan[start : start + sum(lengths)]
             start += sum(lengths)
-            images, targets = self.images[rows[:, 0]], self.targets[rows[:, 0]]
-            if padding is not None:
-                images = crop_flip(images, rows[:, 1:], padding)
+            images = self.images[rows[:, 0]] if rows.shape[1] == 1 else self._crops(rows)
+            targets = self.targets[rows[:, 0]]
             yield from zip(torch.split(normalise(images), lengths), torch.split(targets, lengths), strict=True)
