@@ -407,7 +407,7 @@ constants = {(kernel.arg_names.index(name),): value for name, value in kinds.ite
 source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in range(6)})
 ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=_COMPILATION).asm["ptx"]
 vectors = BLOCK // (4 * 32 * _COMPILATION["num_warps"])  # of four float32, that a thread has of a block
-print(len(re.findall(r"ld.global.v4", ptx)) / vectors, len(re.findall(r"st.global.v4", ptx)) / vectors)
+print(len(re.findall(r"ld\\.global\\S*\\.v4", ptx)) / vectors, len(re.findall(r"st\\.global\\S*\\.v4", ptx)) / vectors)
 """
 
 
