@@ -70,8 +70,8 @@ class Measured:
     batch_size: int
     optimizer: str
     ms: float
-    floor_ms: float
-    peak_mib: float
+    floor_ms: float | None
+    peak_mib: float | None
     hardware: str
     torch: str
     commit: str
@@ -248,13 +248,13 @@ def _costs(bench: Path) -> str:
         if (own := measured.get(key)) is None:
             row += ["—", "", "", "", ""]
         else:
-            ratio = f"{own.ms / measured[base].ms:.2f}" if base in measured else ""
+            ratio = f"{own.ms / measured[base].ms:.3f}" if base in measured else ""
             row += [
-                f"{own.ms:.3g}",
+                f"{own.ms:.4g}",
                 ratio,
-                f"{own.floor_ms:.3g}",
-                f"{own.floor_ms / own.ms:.0%}",
-                f"{own.peak_mib:.0f}",
+                f"{own.floor_ms:.3g}" if own.floor_ms else "—",
+                f"{own.floor_ms / own.ms:.0%}" if own.floor_ms else "—",
+                f"{own.peak_mib:.0f}" if own.peak_mib else "—",
             ]
         rows.append(row)
     head = ["network", "batch", "optimizer", "paper: ms", "× SGD", "peak MiB"]

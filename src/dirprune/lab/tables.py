@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 else:
     Row = TypeVar("Row")
 
-_READERS: dict[type, Callable[[str], Any]] = {int: int, float: float, str: str, bool: "True".__eq__}
+_READERS: dict[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    float | None: lambda text: float(text) if text else None,
+    str: str,
+    bool: "True".__eq__,
+}
 
 
 class OtherSettings(ValueError):
@@ -44,11 +50,11 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
     >>> @dataclass(frozen=True)
     ... class Point:
     ...     name: str
-    ...     value: float
+    ...     value: float | None
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_rows(Path(folder) / "points.csv", Point, [Point("a", 0.1)])
+    ...     write_rows(Path(folder) / "points.csv", Point, [Point("a", 0.1), Point("b", None)])
     ...     read_rows(Path(folder) / "points.csv", Point)
-    [Point(name='a', value=0.1)]
+    [Point(name='a', value=0.1), Point(name='b', value=None)]
     """
     if not path.exists():
         return []
