@@ -30,7 +30,7 @@ _SPARES = 4
 """Tables that can be captured between two steps outside a graph."""
 _COLUMNS = tl.constexpr(7)  # param, grad, accumulator, momentum buffer, elements, step, threshold
 _HEADER = tl.constexpr(5)  # lr, c, mu, momentum, weight decay, as float64
-_DTYPE = attrgetter("dtype")
+_DTYPE, _KIND = attrgetter("dtype"), attrgetter("device", "dtype")
 _TRITON = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -42,7 +42,7 @@ _TRITON = {
 def obstacle(params: Iterable[Tensor]) -> str | None:
     """Return why the kernel cannot run on these parameters, or None."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    for device, dtype in {(p.device, p.dtype) for p in params}:
+    for device, dtype in set(map(_KIND, params)):
         if device.type != "cuda" and not (interpreted and device.type == "cpu"):
             return f"a parameter is on {device}, and the kernel needs CUDA"
         if dtype not in _TRITON:

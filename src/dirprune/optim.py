@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from numbers import Real
+from operator import attrgetter
 from typing import Any, overload
 
 import torch
@@ -18,7 +20,9 @@ from dirprune.update import grda
 
 _PER_ELEMENT = ("accumulator", "momentum_buffer")
 _PER_PARAMETER = ("step", "threshold")
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = {Tensor, nn.Parameter}
+# Asked of every tensor at every step, by `map`: a loop in Python would take longer than the update on the device.
+_DEVICE, _IS_SPARSE = attrgetter("device"), attrgetter("is_sparse")
 _MACHINE = ("foreach", "fused", "capturable")
 _MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize")
 _NUMBERS = {"lr": 0.1, "c": 5e-4, "mu": 0.51, "momentum": 0.9, "weight_decay": 5e-4}  # with an example of each
@@ -168,15 +172,19 @@ class GRDA(Optimizer):
             step, threshold = state["step"], state["threshold"]
             if threshold.is_cuda != step.is_cuda:  # torch.compile moves a "step" to the GPU by itself
                 state["threshold"] = threshold = threshold.to(step.device)
-            params.append(_local(p))
-            grads.append(_local_grad(grad, p))
-            accumulators.append(_local(state["accumulator"]))
+            params.append(p)
+            grads.append(grad)
+            accumulators.append(state["accumulator"])
             steps.append(step)
             thresholds.append(threshold)
             if has_momentum:
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(state["accumulator"])
-                buffers.append(_local(state["momentum_buffer"]))
+                buffers.append(state["momentum_buffer"])
+        if not _PLAIN.issuperset(map(type, chain(params, grads, accumulators, buffers))):
+            grads[:] = map(_laid_out, grads, params)
+            for tensors in (params, grads, accumulators, buffers):
+                tensors[:] = map(_local, tensors)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -233,10 +241,10 @@ def _by_device(lists: tuple[list[Tensor], ...]) -> list[list[list[Tensor]]]:
     params = lists[0]
     if not params:
         return []
-    if torch.compiler.is_compiling() or all(p.device == params[0].device for p in params):
+    if torch.compiler.is_compiling() or len(devices := dict.fromkeys(map(_DEVICE, params))) == 1:
         return [list(lists)]
     split = []
-    for device in dict.fromkeys(p.device for p in params):
+    for device in devices:
         members = [i for i, p in enumerate(params) if p.device == device]
         split.append([[tensors[i] for i in members] if tensors else [] for tensors in lists])
     return split
@@ -253,7 +261,7 @@ def _refuse_capture(group: dict[str, Any], p: Tensor) -> None:
 
 def _choose_path(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> str:
     """Return the path asked for, or else the fastest that can run; sparse gradients and compilers take "single"."""
-    if torch.compiler.is_compiling() or any(grad.is_sparse for grad in grads):
+    if torch.compiler.is_compiling() or any(map(_IS_SPARSE, grads)):
         return "single"
     if _wants_fused(group, params[0]) and _fused_obstacle(params) is None:
         return "fused"
@@ -283,19 +291,17 @@ def _fused_obstacle(params: Iterable[Tensor]) -> str | None:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return this process's shard of a DTensor: the step is elementwise, so each process takes it on what it holds."""
-    if type(tensor) in _PLAIN:
-        return tensor
     # By its method and not its class, whose import loads much that a plain training script does not need.
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard
 
 
-def _local_grad(grad: Any, p: Tensor) -> Tensor:
-    if type(grad) is Tensor:
-        return grad
+def _laid_out(grad: Any, p: Tensor) -> Tensor:
+    """Return a gradient, if it is a DTensor with the placements of its parameter."""
     if hasattr(grad, "placements") and grad.placements != p.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
-    return _local(grad)
+    laid_out: Tensor = grad
+    return laid_out
 
 
 def _place_lr(group: dict[str, Any]) -> None:
