@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from dirprune.graphs import Captured, record
 
 PRECISIONS = ("float32", "bfloat16")
+
+Compilable = TypeVar("Compilable", bound=Callable[..., Any])
 
 Penalty = Callable[[], "Tensor | None"]
 """A term of the objective beside the loss of the data, or None; what is tallied is the loss of the data alone."""
@@ -60,9 +62,10 @@ class Execution:
         # torch's own annotation of nn.Module.to lacks memory_format.
         return model.to(device, memory_format=self.memory_format)  # type: ignore[call-overload, no-any-return]
 
-    def compiled(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Return the model, or what `torch.compile` makes of it; each batch shape is compiled for itself."""
-        return torch.compile(model, dynamic=False) if self.compile else model
+    def compiled(self, function: Compilable) -> Compilable:
+        """Return a model or function, or what `torch.compile` makes of it; each batch shape is compiled for itself."""
+        compiled: Any = torch.compile(function, dynamic=False) if self.compile else function
+        return compiled  # type: ignore[no-any-return]
 
 
 class PlainScoring:
@@ -248,6 +251,9 @@ def make_step(
     penalty: Penalty = no_penalty,
 ) -> PlainStep | CapturedStep:
     """Return the step for this execution; ``parallel`` is the model, or DDP around it."""
+    with torch.no_grad():
+        if penalty() is not None:  # many small operations for every layer
+            penalty = execution.compiled(penalty)
     if _captures(model, parallel, execution, example.device):
         captured = CapturedStep(model, optimizer, tally, execution, penalty)
         captured.prepare(example, sizes)
