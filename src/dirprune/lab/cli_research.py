@@ -62,6 +62,13 @@ def project(
     k: Annotated[int, typer.Option(min=1, help="Leading positive eigenvectors.")] = 10,
     epochs: Annotated[str | None, typer.Option(help="e.g. 10,300,600.", show_default="all that the runs share")] = None,
     examples: ExamplesOption = None,
+    by_loss: Annotated[
+        str | None,
+        typer.Option(
+            help="Of these, those with such ranks by loss, greatest first: 2: leaves two out, :100 takes 100.",
+            show_default="all",
+        ),
+    ] = None,
     batch_size: BatchOption = 500,
     precision: PrecisionOption = "float32",
     tolerance: Annotated[float, typer.Option(help="Residual, relative to the greatest eigenvalue.")] = 1e-3,
@@ -88,7 +95,15 @@ def project(
             out,
             k=k,
             epochs=integers("--epochs", epochs) if epochs else None,
-            lanczos=Lanczos(examples, batch_size, precision, tolerance, max_iterations, seed),
+            lanczos=Lanczos(
+                examples,
+                batch_size,
+                precision,
+                tolerance,
+                max_iterations,
+                seed,
+                by_loss=_ranks("--by-loss", by_loss) if by_loss is not None else None,
+            ),
             device=device_of(device),
             root=data or sgd.last_root(),
         )
@@ -251,6 +266,15 @@ def reproduce(
             say(f"{results} has no ledger.csv; give --results, or add runs: dirprune reproduce RUN...")
         if page:
             say(f"page: {reproduction_page.write_page(results, docs)}")
+
+
+def _ranks(option: str, text: str) -> tuple[int, int | None]:
+    """Read an option like 2: or :100."""
+    first, colon, last = text.partition(":")
+    numbers = all(not word or word.isdecimal() for word in (first, last))
+    if not (colon and numbers and (not last or int(last) > int(first or 0))):
+        raise ValueError(f"{option} {text!r} is not a range of ranks; write e.g. 2: to leave two out, or :100")
+    return int(first or 0), int(last) if last else None
 
 
 def _collect(steps: Any, row_type: type, unit: str) -> list[Any]:

@@ -103,10 +103,11 @@ def project(
         if missing:
             bench = bench or subject(sgd.recipe, lanczos, device=device, root=root)
             bench.load(weights_of(sgd, epoch)[1])
-            journal = Journal(bench.hessian, products := out / f"products-{epoch:04d}")
-            pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what=f"epoch {epoch}", judge=bench.judge)
+            here = bench.ranked(lanczos)
+            journal = Journal(here.hessian, products := out / f"products-{epoch:04d}")
+            pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what=f"epoch {epoch}", judge=here.judge)
             for run in missing:
-                done[run.folder.name] = _measure(run, epoch, bench, pairs, goal)
+                done[run.folder.name] = _measure(run, epoch, here, pairs, goal)
             spectrum = [r for r in spectrum if r.epoch != epoch] + _eigenvalues(epoch, pairs)
             write_rows(out / "eigenvalues.csv", EigenvalueRow, sorted(spectrum, key=lambda r: (r.epoch, r.index)))
             rows = [r for r in rows if r.epoch != epoch] + list(done.values())

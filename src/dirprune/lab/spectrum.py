@@ -22,6 +22,7 @@ from dirprune.lab.imagefolder import ImageFolderLoader
 from dirprune.lab.loader import Loader
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.resident import ResidentLoader
+from dirprune.modes import eval_mode
 
 PRECISIONS = ("float32", "tf32", "bfloat16")
 COMPILED_FROM = 40
@@ -41,6 +42,8 @@ class Lanczos:
         tolerance: what the residuals are held to, relative to the greatest |eigenvalue|.
         max_iterations: the number of Hessian products to spend on one set of eigenpairs.
         seed: of the first Lanczos vector.
+        by_loss: of these examples, those from one rank up to another, the greatest loss first: (2, None) leaves the two
+            worst out.
     """
 
     examples: int | None = None
@@ -49,6 +52,7 @@ class Lanczos:
     tolerance: float = 1e-3
     max_iterations: int = 300
     seed: int = 0
+    by_loss: tuple[int, int | None] | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -82,25 +86,46 @@ class Subject:
     def load(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state)
 
+    def ranked(self, lanczos: Lanczos) -> Subject:
+        """Return the subject with the examples in its Hessian that ``by_loss`` asks for, at the weights it has."""
+        if lanczos.by_loss is None:
+            return self
+        order = losses(self.model, self.curved).argsort(descending=True, stable=True)
+        rows = order[slice(*lanczos.by_loss)].sort().values
+        if not len(rows):
+            first, last = lanczos.by_loss
+            raise ValueError(f"by_loss={first}:{last or ''}: there are only {len(order)} examples; take other ranks")
+        curved = chosen(self.curved, rows)
+        hessian, judge = _operators(self.model, curved, lanczos)
+        return replace(self, hessian=hessian, judge=judge, curved=curved)
+
 
 def subject(recipe: Recipe, lanczos: Lanczos, *, device: torch.device, root: Path | None = None) -> Subject:
     """Make the recipe's network and the Hessian of its loss on the data it was trained on.
 
-    Tensor cores like channels_last; plain float32 convolutions run faster in the usual format. On a GPU products over
-    many batches are compiled; not those that only judge, of which there are few.
+    Tensor cores like channels_last; plain float32 convolutions run faster in the usual format.
     """
-    low = torch.bfloat16 if lanczos.precision == "bfloat16" else None
-    tensor_cores = lanczos.precision != "float32"
-    execution = Execution(channels_last=device.type == "cuda" and tensor_cores)
+    execution = Execution(channels_last=device.type == "cuda" and lanczos.precision != "float32")
     plain = replace(recipe, batch_size=lanczos.batch_size, augment=False, cpu=execution, cuda=execution)
     parts = assemble(plain, device=device, root=root)
     curved = part_of(parts.loaders.train, lanczos.examples)
-    compiled = device.type == "cuda" and len(curved) >= COMPILED_FROM
-    op = HessianOperator(parts.model, cross_entropy, curved, compiled=compiled, autocast=low)
+    hessian, judge = _operators(parts.model, curved, lanczos)
+    return Subject(parts.model, hessian, judge, curved, parts.loaders.train, parts.loaders.test)
+
+
+def _operators(model: nn.Module, curved: Loader, lanczos: Lanczos) -> tuple[Guarded, Guarded]:
+    """Return the Hessian on these examples, and the one to judge by.
+
+    On a GPU products over many batches are compiled; not those that only judge, of which there are few.
+    """
+    low = torch.bfloat16 if lanczos.precision == "bfloat16" else None
+    tensor_cores = lanczos.precision != "float32"
+    compiled = next(model.parameters()).is_cuda and len(curved) >= COMPILED_FROM
+    op = HessianOperator(model, cross_entropy, curved, compiled=compiled, autocast=low)
     hessian = judge = Guarded(op, tensor_cores)
     if low:
-        judge = Guarded(HessianOperator(parts.model, cross_entropy, curved), tensor_cores)
-    return Subject(parts.model, hessian, judge, curved, parts.loaders.train, parts.loaders.test)
+        judge = Guarded(HessianOperator(model, cross_entropy, curved), tensor_cores)
+    return hessian, judge
 
 
 def part_of(loader: Loader, examples: int | None) -> Loader:
@@ -112,13 +137,30 @@ def part_of(loader: Loader, examples: int | None) -> Loader:
         return loader
     if examples > loader.examples:
         raise ValueError(f"examples={examples}, but the training set has {loader.examples}; ask for fewer, or for all")
-    fraction = examples / loader.examples
-    if isinstance(loader, ResidentLoader):
-        rows = stratified_split(loader.targets.cpu(), fraction)[1].to(loader.targets.device)
-        return replace(loader, images=loader.images[rows], targets=loader.targets[rows])
+    targets = loader.images.targets if isinstance(loader, ImageFolderLoader) else _resident(loader).targets.cpu()
+    return chosen(loader, stratified_split(targets, examples / loader.examples)[1])
+
+
+def chosen(loader: Loader, rows: Tensor) -> Loader:
+    """Return a loader over these examples alone."""
     if isinstance(loader, ImageFolderLoader):
-        return replace(loader, images=loader.images.take(stratified_split(loader.images.targets, fraction)[1]))
-    raise ValueError(f"examples={examples}: a {type(loader).__name__} cannot be divided; use all examples")
+        return replace(loader, images=loader.images.take(rows.cpu()))
+    resident = _resident(loader)
+    rows = rows.to(resident.targets.device)
+    return replace(resident, images=resident.images[rows], targets=resident.targets[rows])
+
+
+def _resident(loader: Loader) -> ResidentLoader:
+    if not isinstance(loader, ResidentLoader):
+        raise ValueError(f"a {type(loader).__name__} cannot be divided; use all examples")
+    return loader
+
+
+@torch.no_grad()
+def losses(model: nn.Module, loader: Loader) -> Tensor:
+    """Return the loss of every example, in eval mode."""
+    with eval_mode(model):
+        return torch.cat([cross_entropy(model(inputs), targets, reduction="none") for inputs, targets in loader])
 
 
 class Guarded:
