@@ -353,6 +353,32 @@ def test_a_loaded_state_takes_the_memory_layout_of_the_parameter(stepped: bool) 
         assert torch.equal(second.state[target][key], first.state[source][key])
 
 
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}])
+def test_bfloat16_weights_need_no_master_copy(options: dict[str, Any]) -> None:
+    """They train bit for bit as float32 weights under autocast do: the accumulator is the copy that counts."""
+    torch.manual_seed(0)
+    low = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+    for layer in (low[0], low[4]):
+        layer.to(torch.bfloat16)
+    full = copy.deepcopy(low).float()
+    optimizers = [GRDA(model.parameters(), lr=0.1, c=0.01, mu=0.7, **options) for model in (low, full)]
+    for _ in range(40):
+        inputs, targets = torch.randn(16, 3, 8, 8), torch.randint(5, (16,))
+        for model, optimizer in zip((low, full), optimizers, strict=True):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+    for p, q in zip(low.parameters(), full.parameters(), strict=True):
+        a, b = optimizers[0].state[p], optimizers[1].state[q]
+        assert torch.equal(a["accumulator"], b["accumulator"])
+        assert torch.equal(p, q.to(p.dtype))
+        assert torch.equal(p == 0, q == 0)
+        torch.testing.assert_close(nn.functional.softshrink(a["accumulator"], float(a["threshold"])), q)
+    assert 0 < float((low[4].weight == 0).float().mean()) < 1
+
+
 def test_low_precision_parameters_have_a_float32_accumulator() -> None:
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = GRDA([p], lr=1.0, c=0.0)
