@@ -72,9 +72,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     (tmp_path / "follow_networks.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    before = signal.getsignal(signal.SIGINT)
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     yield
-    assert signal.getsignal(signal.SIGINT) is before
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     sys.modules.pop("follow_networks", None)
 
 
@@ -115,6 +115,22 @@ def test_ctrl_c_before_the_first_epoch_keeps_nothing_and_says_so() -> None:
     assert not Path("run").exists()
 
 
+def test_the_end_of_the_time_finishes_the_epoch_and_saves() -> None:
+    result = call(*SHORT, "--model", "follow_networks:quiet", "--minutes", 1e-9)
+    assert result.exit_code == 0  # it did what it was asked
+    assert [json.loads(line)["epoch"] for line in result.stdout.splitlines()] == [1]
+    assert result.stderr.splitlines() == ["Stopped; saved up to epoch 1 of 4. Go on with:", "    dirprune resume run"]
+    assert call("resume", "run", "--minutes", 1e-9).stderr.splitlines()[0].startswith("Stopped; saved up to epoch 2")
+    assert "epoch 4 of 4" in call("resume", "run", "--minutes", 9).stderr
+
+
+def test_no_time_at_all_is_refused_before_anything_is_made() -> None:
+    result = call(*SHORT, "--minutes", 0)
+    assert result.exit_code == 1
+    assert "--minutes 0 leaves no time to train; give more than 0" in result.stderr
+    assert not Path("run").exists()
+
+
 def test_a_folder_with_a_space_is_named_so_that_the_shell_reads_it() -> None:
     result = call(*SHORT[:-1], "my run", "--model", "follow_networks:once")
     assert result.stderr.splitlines()[-1] == "    dirprune resume 'my run'"
@@ -145,7 +161,8 @@ def test_the_bar_counts_whole_epochs_and_shows_accuracy_and_sparsity(monkeypatch
 # As processes of their own
 
 
-def test_a_real_ctrl_c_and_going_on_equal_an_uninterrupted_run() -> None:
+@pytest.mark.parametrize("asking", [signal.SIGINT, signal.SIGTERM])  # Ctrl-C, and a scheduler's warning
+def test_a_real_signal_and_going_on_equal_an_uninterrupted_run(asking: signal.Signals) -> None:
     words = ["train", "digits", "--epochs", "6", "--seed", "5"]
     command = [sys.executable, "-m", "dirprune", *words, "--out", "stopped"]
     with subprocess.Popen(
@@ -153,7 +170,7 @@ def test_a_real_ctrl_c_and_going_on_equal_an_uninterrupted_run() -> None:
     ) as process:
         assert process.stdout is not None
         first = process.stdout.readline()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(asking)
         rest, messages = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "    dirprune resume stopped" in messages.splitlines()

@@ -13,7 +13,7 @@ import typer
 
 from dirprune import __version__
 from dirprune.lab import cli_compare, cli_research
-from dirprune.lab.console import clear_errors, emit, integers, is_terminal, say, show
+from dirprune.lab.console import MinutesOption, clear_errors, emit, integers, is_terminal, say, show
 
 if TYPE_CHECKING:
     from dirprune.lab.recipes import Recipe
@@ -128,6 +128,7 @@ def train(
     data: DataOption = None,
     device: DeviceOption = "auto",
     save_every: SaveOption = None,
+    minutes: MinutesOption = None,
     tensorboard: BoardOption = False,
 ) -> None:
     """Train a network by a recipe; what you do not give stays as the recipe has it.
@@ -173,6 +174,7 @@ def train(
             root=data,
             save_every=save_every,
             tensorboard=tensorboard,
+            minutes=minutes,
         )
 
 
@@ -182,6 +184,7 @@ def resume(
     data: DataOption = None,
     device: DeviceOption = "auto",
     save_every: SaveOption = None,
+    minutes: MinutesOption = None,
     tensorboard: BoardOption = False,
 ) -> None:
     """Go on with a run from its last good checkpoint."""
@@ -191,7 +194,7 @@ def resume(
 
         found = runs.load(run)
         root = data or found.last_root()
-        follow(found, device=device, root=root, save_every=save_every, tensorboard=tensorboard)
+        follow(found, device=device, root=root, save_every=save_every, tensorboard=tensorboard, minutes=minutes)
 
 
 @app.command()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dirprune.lab.console import INTERRUPTED, Interruption, bar, clear_errors, emit, is_terminal, say, show
+from dirprune.lab.console import (
+    INTERRUPTED,
+    Interruption,
+    MinutesOption,
+    bar,
+    clear_errors,
+    emit,
+    is_terminal,
+    say,
+    show,
+)
 
 if TYPE_CHECKING:
     from dirprune.lab.trials import Trial
@@ -40,9 +49,7 @@ def compare(
     epochs: Annotated[int | None, typer.Option(help="Of every run.", show_default="the recipe's")] = None,
     lr: Annotated[float | None, typer.Option(help="Base learning rate.", show_default="the recipe's")] = None,
     model: Annotated[str | None, typer.Option(help="Another network, or your own as package.module:name.")] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Save and stop after so long.", show_default="when all is done")
-    ] = None,
+    minutes: MinutesOption = None,
     train: Annotated[
         bool, typer.Option("--train/--no-train", help="Without: table and figures of the runs that are there.")
     ] = True,
@@ -62,8 +69,7 @@ def compare(
             _draw_published(published, out)
             return
         asked = _fractions("--sparsity", sparsity)
-        if minutes is not None and not minutes > 0:
-            raise ValueError(f"--minutes {minutes:g} leaves no time to train; give more than 0, or leave it out")
+        interruption = Interruption(minutes)
         if train:
             from dirprune.lab import trials
 
@@ -72,7 +78,7 @@ def compare(
             names = trials.DEFAULT if methods is None else methods.replace(",", " ").split()
             changes = {"epochs": epochs, "lr": lr, "model": model}
             planned = _plan(recipe, changes, data, names, asked, seeds, sweep or [])
-            _train(planned, out, device, data, minutes)
+            _train(planned, out, device, data, interruption)
         _conclude(out, asked)
 
 
@@ -97,16 +103,15 @@ def _plan(
     return trials.plan(chosen, methods=methods, sparsities=sparsities, seeds=seeds, sweeps=given, batches=batches)
 
 
-def _train(trials: Sequence[Trial], out: Path, device: str, root: Path | None, minutes: float | None) -> None:
+def _train(trials: Sequence[Trial], out: Path, device: str, root: Path | None, interruption: Interruption) -> None:
     """Train before the user's eyes, to the end, to Ctrl-C or to the end of the time."""
     from dirprune.lab.compare import compare
     from dirprune.lab.follow import device_of
 
-    interruption, ended = Interruption(), 0
+    ended = 0
     message = "Stopping after this epoch; press Ctrl-C again to stop at once."
-    stopping = _deadline(interruption, minutes)
     with interruption.listening(message), bar("", total=trials[0].recipe.epochs, unit="epochs") as advance:
-        steps = compare(trials, out, device=device_of(device), root=root, stopping=stopping)
+        steps = compare(trials, out, device=device_of(device), root=root, stopping=interruption)
         number = epoch = 0
         with suppress(KeyboardInterrupt):  # the second one
             for step in steps:
@@ -163,12 +168,6 @@ def _draw_published(name: str, out: Path) -> None:
         comparison_plots.draw_layerwise(out / "layers.png", comparison.layerwise(), title=title),
     ):
         say(f"written: {path}")
-
-
-def _deadline(interruption: Interruption, minutes: float | None) -> Callable[[], bool]:
-    """Return what says when to stop: Ctrl-C, or the end of the time."""
-    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    return lambda: interruption() or time.monotonic() >= end
 
 
 def _fractions(option: str, text: str) -> list[float]:

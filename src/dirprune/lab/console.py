@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -198,30 +199,44 @@ def _least_width(console: Console, table: Table) -> int:
     return Measurement.get(console, console.options.update(max_width=10_000), table).minimum
 
 
-class Interruption:
-    """The first Ctrl-C asks for a stop at the next good moment, the second stops at once."""
+MinutesOption = Annotated[
+    float | None, typer.Option(help="Save and stop after so long.", show_default="when all is done")
+]
 
-    def __init__(self) -> None:
+
+class Interruption:
+    """When to stop: Ctrl-C, or a scheduler's SIGTERM, asks for it at the next good moment; so does the end of the time.
+
+    A second one stops at once.
+    """
+
+    def __init__(self, minutes: float | None = None) -> None:
+        if minutes is not None and not minutes > 0:
+            raise ValueError(f"--minutes {minutes:g} leaves no time to train; give more than 0, or leave it out")
         self.asked = False
+        self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
 
     def __call__(self) -> bool:
-        return self.asked
+        return self.asked or time.monotonic() >= self._end
 
     @contextmanager
     def listening(self, message: str) -> Iterator[Interruption]:
-        """Listen for Ctrl-C; the first one says ``message``, if there is one."""
+        """Listen for the signals; the first one says ``message``, if there is one."""
+        after: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
         def first(signum: int, frame: object) -> None:
             self.asked = True
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for each, handler in after.items():
+                signal.signal(each, handler)
             if message:
                 say(message)
 
-        before = signal.signal(signal.SIGINT, first)
+        before = {each: signal.signal(each, first) for each in after}
         try:
             yield self
         finally:
-            signal.signal(signal.SIGINT, before)
+            for each, handler in before.items():
+                signal.signal(each, handler)
 
 
 class _Clock(ProgressColumn):

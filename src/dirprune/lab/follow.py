@@ -31,10 +31,11 @@ def follow(
     root: Path | None = None,
     save_every: int | None = None,
     tensorboard: bool = False,
+    minutes: float | None = None,
     title: str = "",
     quiet: bool = False,
 ) -> None:
-    """Train a run to its end, or to Ctrl-C, showing how it goes.
+    """Train a run to its end, to Ctrl-C or to the end of the time, showing how it goes.
 
     Args:
         run: the run, or what makes it (in the first process alone).
@@ -42,14 +43,16 @@ def follow(
         root: where the data are.
         save_every: epochs between checkpoints.
         tensorboard: also write event files into the run.
+        minutes: after which to save and stop.
         title: what the bar is called; the recipe's name if empty.
         quiet: nothing but the bar.
     """
+    interruption = Interruption(minutes)
     with joined(device_of(device)) as (process, where):
         first = process.is_first
         found = _shared(run, process)
         try:
-            _train(found, process, where, root, save_every, tensorboard and first, title, quiet)
+            _train(found, process, where, root, save_every, tensorboard and first, interruption, title, quiet)
         except BaseException:
             if first and not isinstance(run, Run) and not found.begun:
                 found.discard()  # the same command shall work once its cause is mended
@@ -63,11 +66,11 @@ def _train(
     root: Path | None,
     save_every: int | None,
     tensorboard: bool,
+    interruption: Interruption,
     title: str,
     quiet: bool,
 ) -> None:
     first = process.is_first
-    interruption = Interruption()
     message = "Stopping after this epoch; press Ctrl-C again to stop at once." if first else ""
     with interruption.listening(message), _bar(run, title, first) as watched, _board(run, tensorboard) as log:
         records = conduct(
@@ -86,7 +89,9 @@ def _train(
                 if first and not quiet and not is_terminal():
                     emit(record.to_dict())
     if first:
-        _conclude(run, quiet)
+        ended = _conclude(run, quiet)
+        if interruption.asked and not ended:
+            raise typer.Exit(INTERRUPTED)
 
 
 def device_of(name: str) -> torch.device:
@@ -195,21 +200,22 @@ def _shared(run: Run | Callable[[], Run], process: Process) -> Run:
     return made or load(Path(folder))
 
 
-def _conclude(run: Run, quiet: bool) -> None:
+def _conclude(run: Run, quiet: bool) -> bool:
+    """Say where the run is, and what to do next; return whether it has ended."""
     saved = checkpoint.epochs(run.checkpoints)
     if not saved:
         say("Stopped before the first epoch; nothing is kept.")
-        raise typer.Exit(INTERRUPTED)
+        return False
     if saved[-1] < run.recipe.epochs:
         say(f"Stopped; saved up to epoch {saved[-1]} of {run.recipe.epochs}. Go on with:")
         say(f"    dirprune resume {shlex.quote(str(run.folder))}")
-        raise typer.Exit(INTERRUPTED)
+        return False
     if quiet:
-        return
+        return True
     records = run.records()
     if not records:
         say(f"{run.folder}: all {run.recipe.epochs} epochs are done, and metrics.jsonl has none of them.")
-        return
+        return True
     last = records[-1]
     what = "validation" if run.recipe.validation else "test"
     say(
@@ -217,3 +223,4 @@ def _conclude(run: Run, quiet: bool) -> None:
         f"{last.sparsity:.2%} of all parameters are zero. Look at it with:"
     )
     say(f"    dirprune report {shlex.quote(str(run.folder))}")
+    return True
