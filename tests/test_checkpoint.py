@@ -77,6 +77,19 @@ def test_every_value_comes_back_bit_for_bit(folder: Path) -> None:
         assert loaded[name].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8)), name
 
 
+def test_a_part_of_a_tensor_is_saved_without_the_rest(folder: Path) -> None:
+    large = torch.randn(1000, 100)
+    state = {"column": large[:, 3], "parts": [large[7], (large[8:10], 1)], "tied": {"a": large, "b": large}}
+    path = save(folder, 1, state)
+    assert path.stat().st_size < 1.1 * large.nbytes  # and what is shared is there once
+    found = load(path)
+    assert torch.equal(found["column"], large[:, 3])
+    assert torch.equal(found["parts"][0], large[7])
+    assert torch.equal(found["parts"][1][0], large[8:10])
+    assert found["tied"]["a"].data_ptr() == found["tied"]["b"].data_ptr()
+    assert save(folder, 2, {"column": large[:, 3]}).stat().st_size < 0.1 * large.nbytes
+
+
 def test_an_optimizer_goes_on_as_if_never_stopped(folder: Path) -> None:
     def step(weight: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         weight.grad = weight.detach() ** 2

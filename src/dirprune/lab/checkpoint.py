@@ -7,6 +7,7 @@ first: whenever a crash comes, it leaves a checkpoint that can be trusted or one
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import os
@@ -215,7 +216,7 @@ def _temporary(path: Path) -> Path:
 def _serialise(state: State) -> memoryview:
     """The bytes of the file, made in memory so that a state that cannot be saved leaves no file."""
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    torch.save(_own(state), buffer)
     buffer.seek(0)
     try:
         torch.load(buffer, map_location="meta", weights_only=True)  # on the meta device no tensor data is read
@@ -226,6 +227,18 @@ def _serialise(state: State) -> memoryview:
             f"state holds {culprits}, which load() refuses; keep to tensors, numbers, strings, dicts and lists"
         ) from error
     return buffer.getbuffer()
+
+
+def _own(value: Any) -> Any:
+    """Return the state with memory of its own for what looks at part of a tensor: torch would save all of that one."""
+    if isinstance(value, torch.Tensor):
+        dense = value.layout == torch.strided
+        return value.clone() if dense and value.untyped_storage().nbytes() > value.nbytes else value
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        copied.update((key, _own(item)) for key, item in value.items())
+        return copied
+    return type(value)(map(_own, value)) if type(value) in (list, tuple) else value
 
 
 def _write(path: Path, content: bytes | memoryview) -> None:
