@@ -550,9 +550,9 @@ def test_a_report_of_many_settings_fits_the_terminal(capsys: pytest.CaptureFixtu
 
 def test_a_bar_keeps_its_numbers_at_a_narrow_terminal() -> None:
     narrow = Console(file=io.StringIO(), force_terminal=True, width=80)
-    progress = Progress(*console._columns(narrow.width, "epochs"), console=narrow)
+    progress = Progress(*console._columns(narrow.width), console=narrow)
     note = "accuracy 67.97%, 31.1% of weights zero"
-    progress.add_task("[12/57] variational-dropout beta=0.1", total=60, completed=7, note=note)
+    progress.add_task("[12/57] variational-dropout beta=0.1", total=60, completed=7, note=note, unit="epochs")
     with narrow.capture() as captured:
         narrow.print(progress.get_renderable())
     (line,) = Text.from_ansi(captured.get()).plain.splitlines()

@@ -278,10 +278,10 @@ def test_progress_is_told_where_no_bar_is_seen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     events = [Progress("epoch 2", 7, 300, 0.01, 0.001), Progress("epoch 2", 8, 300, 0.002, 0.001)]
-    assert cli_research._collect(events, ProjectionRow, "products") == []
+    assert cli_research._collect(events, ProjectionRow) == []
     assert capsys.readouterr().err == ""  # nothing is worth a line yet
     monkeypatch.setattr(console, "QUIET", 0.0)
-    cli_research._collect(events, ProjectionRow, "products")
+    cli_research._collect(events, ProjectionRow)
     lines = capsys.readouterr().err.splitlines()
     assert "epoch 2: 7/300 products, residual 1.0e-02" in lines
     assert lines[-1] == "epoch 2: 8/300 products, residual 2.0e-03"

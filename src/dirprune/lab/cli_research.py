@@ -107,7 +107,7 @@ def project(
             device=device_of(device),
             root=data or sgd.last_root(),
         )
-        rows = _collect(steps, ProjectionRow, "products")
+        rows = _collect(steps, ProjectionRow)
         measured = read_rows(out / "projection.csv", ProjectionRow)  # with those of earlier commands
         theirs = shares(sgd.recipe.data, sgd.recipe.model)
         figure = plots.save(projection_figure(measured, theirs), out / "projection.png")
@@ -159,7 +159,7 @@ def score(
             device=device_of(device),
             root=data or found.last_root(),
         )
-        rows = _collect(steps, ScoreRow, "products")
+        rows = _collect(steps, ScoreRow)
         figure = plots.save(score_figure(rows), out / "score.png")
         if is_terminal():
             cells = [
@@ -277,12 +277,12 @@ def _ranks(option: str, text: str) -> tuple[int, int | None]:
     return int(first or 0), int(last) if last else None
 
 
-def _collect(steps: Any, row_type: type, unit: str) -> list[Any]:
+def _collect(steps: Any, row_type: type) -> list[Any]:
     """Drive a generator of progress and rows before the user's eyes, and return the rows."""
     from dataclasses import asdict
 
     rows: list[Any] = []
-    with bar("", total=None, unit=unit) as advance:
+    with bar("", total=None) as advance:
         what, done = "", 0
         for step in steps:
             if isinstance(step, row_type):
@@ -293,7 +293,7 @@ def _collect(steps: Any, row_type: type, unit: str) -> list[Any]:
                 continue
             if step.what != what:
                 what, done = step.what, 0
-                advance(0, restart=what)
+                advance(0, restart=what, unit=step.unit)
             residual = f"residual {step.residual:.1e}" if step.residual is not None else ""
             advance(step.products - done, note=residual, total=step.most)
             done = step.products

@@ -255,13 +255,13 @@ class _Note(ProgressColumn):
         return Text(task.fields["note"], no_wrap=True, overflow="ellipsis")
 
 
-def _columns(width: int, unit: str) -> list[ProgressColumn]:
+def _columns(width: int) -> list[ProgressColumn]:
     """Return the columns of a bar; where they do not fit, the note gives way, then the bar, but never the numbers."""
     return [
         TextColumn("{task.description}"),
         BarColumn(bar_width=min(40, width // 8)),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
-        TextColumn(unit),
+        TextColumn("{task.fields[unit]}"),
         _Clock(table_column=Column(no_wrap=True)),
         _Note(),
     ]
@@ -271,39 +271,33 @@ def _columns(width: int, unit: str) -> list[ProgressColumn]:
 def bar(description: str, total: float | None, *, unit: str = "") -> Iterator[Callable[..., None]]:
     """Show a progress bar at a terminal, and elsewhere a line every ten seconds.
 
-    Gives ``advance(count, note="…", total=…, restart="new description")``.
+    Gives ``advance(count, note="…", total=…, restart="new description", unit="…")``.
     """
     console = Console(stderr=True)
     hidden = not console.is_terminal
-    columns = _columns(console.width, unit)
+    columns = _columns(console.width)
     spoken = time.monotonic()
     # Results must reach stdout, which may be a file while the bar is at a terminal.
     with Progress(*columns, console=console, disable=hidden, transient=True, redirect_stdout=False) as progress:
-        task = progress.add_task(description, total=total, note="")
+        task = progress.add_task(description, total=total, note="", unit=unit)
 
-        def advance(
-            count: float = 1, note: str | None = None, total: float | None = None, restart: str | None = None
-        ) -> None:
+        def advance(count: float = 1, restart: str | None = None, **changes: Any) -> None:
             nonlocal spoken
             if restart is not None:
                 progress.reset(task, description=restart, note="")
-            changes: dict[str, Any] = {"advance": count}
-            if note is not None:
-                changes["note"] = note
-            if total is not None:
-                changes["total"] = total
-            progress.update(task, **changes)
+            given = {name: value for name, value in changes.items() if value is not None}
+            progress.update(task, advance=count, **given)
             if hidden and time.monotonic() - spoken >= QUIET:
-                say(_line(progress.tasks[task], unit))
+                say(_line(progress.tasks[task]))
                 spoken = time.monotonic()
 
         yield advance
 
 
-def _line(task: Task, unit: str) -> str:
+def _line(task: Task) -> str:
     """Return a bar in words: "epoch 5: 12/300 products, residual 1.9e-04"."""
     numbers = [task.completed] if task.total is None else [task.completed, task.total]
-    counted = f"{'/'.join(f'{round(number, 1):.10g}' for number in numbers)} {unit}".rstrip()
+    counted = f"{'/'.join(f'{round(number, 1):.10g}' for number in numbers)} {task.fields['unit']}".rstrip()
     return f"{task.description}: {', '.join(filter(None, (counted, task.fields['note'])))}"
 
 

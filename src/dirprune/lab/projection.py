@@ -103,7 +103,7 @@ def project(
         if missing:
             bench = bench or subject(sgd.recipe, lanczos, device=device, root=root)
             bench.load(weights_of(sgd, epoch)[1])
-            here = bench.ranked(lanczos)
+            here = yield from bench.ranked(lanczos, what=f"epoch {epoch}")
             journal = Journal(here.hessian, products := out / f"products-{epoch:04d}")
             pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what=f"epoch {epoch}", judge=here.judge)
             for run in missing:

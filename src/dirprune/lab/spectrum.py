@@ -63,13 +63,14 @@ class Lanczos:
 
 @dataclass(frozen=True)
 class Progress:
-    """Hessian products made and the most there will be; of Lanczos also the worst residual, relative to max|λ|."""
+    """Hessian products, or another unit, done and the most there are to do; of Lanczos the worst residual / max|λ|."""
 
     what: str
     products: int
     most: int
     residual: float | None = None
     goal: float | None = None
+    unit: str = "products"
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,12 @@ class Subject:
     def load(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state)
 
-    def ranked(self, lanczos: Lanczos) -> Subject:
+    def ranked(self, lanczos: Lanczos, *, what: str) -> Generator[Progress, None, Subject]:
         """Return the subject with the examples in its Hessian that ``by_loss`` asks for, at the weights it has."""
         if lanczos.by_loss is None:
             return self
-        order = losses(self.model, self.curved).argsort(descending=True, stable=True)
+        found = yield from losses(self.model, self.curved, what=what)
+        order = found.argsort(descending=True, stable=True)
         rows = order[slice(*lanczos.by_loss)].sort().values
         if not len(rows):
             first, last = lanczos.by_loss
@@ -156,11 +158,14 @@ def _resident(loader: Loader) -> ResidentLoader:
     return loader
 
 
-@torch.no_grad()
-def losses(model: nn.Module, loader: Loader) -> Tensor:
-    """Return the loss of every example, in eval mode."""
-    with eval_mode(model):
-        return torch.cat([cross_entropy(model(inputs), targets, reduction="none") for inputs, targets in loader])
+def losses(model: nn.Module, loader: Loader, *, what: str) -> Generator[Progress, None, Tensor]:
+    """Yield the progress of computing the loss of every example, in eval mode; return them."""
+    found = []
+    for inputs, targets in loader:
+        with torch.no_grad(), eval_mode(model):
+            found.append(cross_entropy(model(inputs), targets, reduction="none"))
+        yield Progress(f"{what}, losses", len(found), len(loader), unit="batches")
+    return torch.cat(found)
 
 
 class Guarded:
