@@ -560,6 +560,23 @@ def test_a_bar_keeps_its_numbers_at_a_narrow_terminal() -> None:
         assert words in line
 
 
+def test_a_bar_that_restarts_keeps_its_unit_until_it_is_given_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "QUIET", 0.0)
+    with console.bar("one", total=3, unit="epochs") as advance:
+        advance(1, note="fine")
+        advance(1, restart="two")
+        advance(0, restart="three", unit="batches", total=5)
+        advance(2)
+    assert capsys.readouterr().err.splitlines() == [
+        "one: 1/3 epochs, fine",
+        "two: 1/3 epochs",
+        "three: 0/5 batches",
+        "three: 2/5 batches",
+    ]
+
+
 def test_a_wrong_word_is_a_usage_error() -> None:
     assert call("train", "digits", "--optimizer", "adam").exit_code == 2
     assert call("demo", "--epochs", 0).exit_code == 2

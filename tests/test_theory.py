@@ -93,6 +93,13 @@ def test_grda_approaches_directional_pruning_as_the_rate_falls() -> None:
     assert rows[0].zeros_agree < rows[1].zeros_agree
     assert rows[1].zeros_agree > 0.98
     assert rows[0].sparsity > rows[1].sparsity > 0
+    # What lies above the lag goes with pruned weights.
+    assert 0 < rows[1].unpruned < 20
+    assert rows[1].distance_unpruned is not None
+    assert rows[1].distance_unpruned < rows[1].distance
+    assert rows[1].cosine_unpruned is not None
+    assert rows[1].cosine_unpruned > rows[1].cosine_flat
+    assert 0 < rows[1].settled < 60
 
 
 def test_a_network_with_its_exact_hessian_does_the_same() -> None:
@@ -122,8 +129,9 @@ def test_where_nothing_is_pruned_only_the_lag_is_left() -> None:
     far = drawn.start + 20 * drawn.start.sign()
     fitted = (drawn.features @ far.unsqueeze(-1)).squeeze(-1)
     (row,) = theorem_rows(LeastSquares(drawn.features, fitted, far), [0.01])
-    assert row.sparsity == 0
+    assert (row.sparsity, row.unpruned, row.settled) == (0, 5, 0)
     assert row.distance == pytest.approx(row.lag, rel=0.05)
+    assert (row.distance_unpruned, row.lag_unpruned) == pytest.approx((row.distance, row.lag))
     (later,) = theorem_rows(LeastSquares(drawn.features, fitted, far), [0.01], t=120.0)
     assert later.distance == pytest.approx(row.distance / 2, rel=0.1)
 

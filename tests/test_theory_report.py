@@ -16,7 +16,7 @@ from dirprune.lab.theory_report import Value, report, study
 from dirprune.limit_law import LimitRow, Moments
 from dirprune.theory import TheoremRow, tiny_network
 
-ROW = TheoremRow(0.1, 0.05, 0.6, 60.0, 0.18, 4, 0.02, 0.15, 0.03, 0.96, 0.83, 0.99, 0.1)
+ROW = TheoremRow(0.1, 0.05, 0.6, 60.0, 0.18, 4, 0.02, 0.15, 0.03, 0.96, 0.83, 0.99, 0.1, 20.0, 1, 0.03, 0.03, 0.99)
 LIMIT = LimitRow(0.03, 4.0, 100, 0.2, 0.3, 0.1, 0.15)
 
 

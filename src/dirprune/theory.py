@@ -207,6 +207,9 @@ class TheoremRow:
         cosine_sign: its cosine with −sign(w_SGD), the direction of plain magnitude pruning.
         zeros_agree: the fraction of weights that are zero in both w_gRDA and û, or in neither.
         sparsity: the fraction of w_gRDA that is zero.
+        settled: the time of the last change of a sign in w_SGD.
+        unpruned: the number of problems in which no weight of w_gRDA is zero.
+        distance_unpruned, lag_unpruned, cosine_unpruned: distance, lag and cosine_flat over these; None without any.
     """
 
     gamma: float
@@ -222,6 +225,11 @@ class TheoremRow:
     cosine_sign: float
     zeros_agree: float
     sparsity: float
+    settled: float
+    unpruned: int
+    distance_unpruned: float | None
+    lag_unpruned: float | None
+    cosine_unpruned: float | None
 
 
 def theorem_rows(
@@ -252,14 +260,20 @@ def theorem_rows(
         generator = torch.Generator().manual_seed(seed)
         both = problem.start.expand(2, -1, -1)
         path = grda_steps(both, stochastic_gradient(problem, generator), gamma=gamma, c=switch, mu=mu)
-        _, (sgd, grda) = next(itertools.islice(path, steps - 1, None))
+        signs, settled = problem.start.sign(), torch.zeros(len(problem.start), dtype=problem.start.dtype)
+        for n, (_, weights) in enumerate(itertools.islice(path, steps), start=1):
+            before, signs = signs, weights[0].sign()
+            settled.masked_fill_((signs != before).any(1), n * gamma)
+        sgd, grda = weights
         lam = c * math.sqrt(gamma) * (steps * gamma) ** mu
-        figures = [
-            _compare(w, g, problem.hessian(i, w), lam, t, mu) for i, (w, g) in enumerate(zip(sgd, grda, strict=True))
-        ]
-        means = torch.stack(figures).mean(0).tolist()
-        deviation = float(torch.stack(figures)[:, 0].std()) if len(figures) > 1 else 0.0
-        yield TheoremRow(gamma, c, mu, t, lam, len(figures), deviation, *means)
+        figures = torch.stack(
+            [_compare(w, g, problem.hessian(i, w), lam, t, mu) for i, (w, g) in enumerate(zip(sgd, grda, strict=True))]
+        )
+        deviation = float(figures[:, 0].std()) if len(figures) > 1 else 0.0
+        unpruned = figures[(grda != 0).all(1)]
+        among = unpruned.mean(0).tolist()[:3] if len(unpruned) else [None] * 3
+        numbers = (*figures.mean(0).tolist(), float(settled.mean()), len(unpruned), *among)
+        yield TheoremRow(gamma, c, mu, t, lam, len(figures), deviation, *numbers)
 
 
 def stochastic_gradient(problem: Problem, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
@@ -269,7 +283,7 @@ def stochastic_gradient(problem: Problem, generator: torch.Generator) -> Callabl
 
 
 def _compare(sgd: Tensor, grda: Tensor, op: SymmetricOperator, lam: float, t: float, mu: float) -> Tensor:
-    """Return the last six figures of a `TheoremRow`."""
+    """Return the figures of a `TheoremRow` from distance to sparsity."""
     values, vectors = torch.linalg.eigh(dense(op))
     curved = values.abs() > FLAT * values.abs().max()
     nonflat, sign = vectors[:, curved], sgd.sign()

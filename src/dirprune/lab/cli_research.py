@@ -50,7 +50,10 @@ def theory(
                     emit({"part": finding.part, **row})
         if is_terminal():
             for part, rows in found.items():
-                show(part, list(rows[0]), [[f"{value:.4g}" for value in row.values()] for row in rows], left=0)
+                cells = [["–" if value is None else f"{value:.4g}" for value in row.values()] for row in rows]
+                show(
+                    part, list(rows[0]), cells, left=0, spare=("settled", "lag_unpruned", "cosine_unpruned", "c", "mu")
+                )
         say(f"Numbers and figures: {out}{f', {figures}' if figures else ''}. What they mean: docs/theory.md")
 
 

@@ -284,7 +284,7 @@ def bar(description: str, total: float | None, *, unit: str = "") -> Iterator[Ca
         def advance(count: float = 1, restart: str | None = None, **changes: Any) -> None:
             nonlocal spoken
             if restart is not None:
-                progress.reset(task, description=restart, note="")
+                progress.reset(task, description=restart, **{**progress.tasks[task].fields, "note": ""})
             given = {name: value for name, value in changes.items() if value is not None}
             progress.update(task, advance=count, **given)
             if hidden and time.monotonic() - spoken >= QUIET:

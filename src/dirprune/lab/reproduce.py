@@ -161,13 +161,13 @@ def surprising(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def around(cell: Cell, runs: Iterable[Trajectory], *, reach: int = 10) -> tuple[float, float] | None:
-    """Return our mean and the authors' over the epochs near a cell's, its own left out; None if we have no others.
+    """Return our mean and the authors' over the same epochs near a cell's, its own left out; None if there are none.
 
-    They tell one odd epoch from a run that is off.
+    They tell one odd epoch from a run that is off. Of the authors' every fifth epoch is known.
     """
     given = cell.published
     band = published.bands(given.setting.experiment)[given.setting, given.metric]
-    near = {given.epoch + offset for offset in range(-reach, reach + 1)} - {given.epoch}
+    near = {epoch for epoch in band.epochs if 0 < abs(epoch - given.epoch) <= reach}
     ours = [value(epoch, given.metric) for run in runs for epoch in run.epochs if epoch.epoch in near]
     theirs = [mean for epoch, mean in zip(band.epochs, band.mean, strict=True) if epoch in near]
     return (statistics.fmean(ours), statistics.fmean(theirs)) if ours else None

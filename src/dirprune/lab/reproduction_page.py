@@ -58,7 +58,7 @@ CAVEATS = """\
    size is one of rounding.
 6. **No seed was passed on** in the published loops: their runs differ by chance, and none can be repeated.
 7. **Wall time and memory** were taken with other c and μ, and for ResNet50 with two GPUs (memory: the first one).
-8. **Single epochs fall out of line** at the high rate: in the authors' ten SGD runs of VGG16, 28 of the 1,700 test
+8. **Single epochs fall out of line** at the high rate: in the authors' ten SGD runs of VGG16, 30 of the 1,700 test
    accuracies of epochs 80 to 249 lie more than 1.2 points below the mean of the 20 epochs around them."""
 
 

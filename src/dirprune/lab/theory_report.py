@@ -77,7 +77,7 @@ def values(findings: Sequence[Finding], *, seed: int) -> list[Value]:
         Value(found.part, found.row.gamma, found.row.t, quantity, float(value), *made)
         for found in findings
         for quantity, value in asdict(found.row).items()
-        if quantity not in ("gamma", "t")
+        if quantity not in ("gamma", "t") and value is not None
     ]
 
 
