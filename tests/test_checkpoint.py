@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,10 @@ def test_a_part_of_a_tensor_is_saved_without_the_rest(folder: Path) -> None:
     assert torch.equal(found["parts"][1][0], large[8:10])
     assert found["tied"]["a"].data_ptr() == found["tied"]["b"].data_ptr()
     assert save(folder, 2, {"column": large[:, 3]}).stat().st_size < 0.1 * large.nbytes
+    half, counts = large[:500], Counter({30: 1, 60: 2})
+    path = save(folder, 3, {"a": half, "b": half, "counts": counts})
+    assert path.stat().st_size < 0.6 * large.nbytes
+    assert load(path)["counts"] == counts
 
 
 def test_an_optimizer_goes_on_as_if_never_stopped(folder: Path) -> None:

@@ -328,19 +328,15 @@ def test_a_trial_that_cannot_begin_leaves_nothing_in_the_way_of_the_next(tmp_pat
 
 def test_models_that_cannot_share_compiled_code_never_use_up_the_room_for_it() -> None:
     """Without a reset torch would give up compiling at the third graph of a function."""
-    pruned: list[tuple[str, Callable[[], baselines.Method]]]
-    pruned = [("str", baselines.Str), ("variational-dropout", baselines.VariationalDropout)]
-    for name, make in pruned:
-        [trial, *_] = trials_of(methods=(name,))
-        with torch._dynamo.config.patch(recompile_limit=2):
-            for _ in range(4):
-                compare._clear(trial)
-                model, method = tiny(3), make()
-                method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1, examples=1)
-                for function, arguments in ((model, [torch.zeros(2, 64)]), (method.penalty, [])):
-                    before = counters["stats"]["unique_graphs"]
-                    answer = torch.compile(function, backend="eager", dynamic=False)(*arguments)
-                    assert counters["stats"]["unique_graphs"] > before or answer is None
+    [trial, *_] = trials_of(methods=("str",))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(4):
+            compare._clear(trial)
+            model = tiny(3)
+            baselines.Str().attach(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1, examples=1)
+            before = counters["stats"]["unique_graphs"]
+            torch.compile(model, backend="eager", dynamic=False)(torch.zeros(2, 64))
+            assert counters["stats"]["unique_graphs"] > before
     torch.compiler.reset()
 
 

@@ -187,6 +187,21 @@ def test_a_real_signal_and_going_on_equal_an_uninterrupted_run(asking: signal.Si
     assert numbers[0] == numbers[1]
 
 
+def test_sigterm_twice_to_a_whole_pipeline_still_saves_the_epoch() -> None:
+    """As schedulers and timeout send it: to every process of the group, and once more to the one they started."""
+    command = f"exec {sys.executable} -m dirprune train digits --epochs 40 --out stopped 2> >(cat > /dev/null)"
+    with subprocess.Popen(
+        ["bash", "-c", command], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.killpg(process.pid, signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    assert checkpoint.epochs(Path("stopped/checkpoints"))[-1] == 1 + len(rest.splitlines()) < 40
+
+
 def test_two_processes_equal_one_and_speak_with_one_voice() -> None:
     words = ["train", "digits-short", "--epochs", "2", "--model", "follow_networks:quiet", "--batch-size", "256"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]

@@ -1,5 +1,6 @@
 """Folders of images: the geometry against plain Pillow, and that a pass depends on (seed, epoch) alone."""
 
+import multiprocessing
 import random
 from pathlib import Path
 
@@ -163,6 +164,19 @@ def test_folder_is_read_in_sorted_order(folder: Path) -> None:
 def test_folder_may_lie_beside_other_sets(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "imagenet").symlink_to(folder)
     assert load("imagenet", batch_size=4, seed=0, root=tmp_path, workers=0).train.examples == 13
+
+
+def test_readers_do_not_hear_sigterm(folder: Path) -> None:
+    """What is sent to a whole process group must not end the epoch that the trainer means to finish."""
+    train = load("imagenet", batch_size=1, seed=1, root=folder, workers=2).train
+    batches = train.epoch(1)
+    next(batches)
+    children = multiprocessing.active_children()
+    assert len(children) == 2
+    for child in children:
+        child.terminate()
+    assert 1 + sum(1 for _ in batches) == train.examples
+    assert not any(child.is_alive() for child in children)
 
 
 def test_pass_does_not_depend_on_workers_or_global_state(folder: Path) -> None:

@@ -216,7 +216,7 @@ def _temporary(path: Path) -> Path:
 def _serialise(state: State) -> memoryview:
     """The bytes of the file, made in memory so that a state that cannot be saved leaves no file."""
     buffer = io.BytesIO()
-    torch.save(_own(state), buffer)
+    torch.save(_own(state, {}), buffer)
     buffer.seek(0)
     try:
         torch.load(buffer, map_location="meta", weights_only=True)  # on the meta device no tensor data is read
@@ -229,16 +229,20 @@ def _serialise(state: State) -> memoryview:
     return buffer.getbuffer()
 
 
-def _own(value: Any) -> Any:
+def _own(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     """Return the state with memory of its own for what looks at part of a tensor: torch would save all of that one."""
     if isinstance(value, torch.Tensor):
-        dense = value.layout == torch.strided
-        return value.clone() if dense and value.untyped_storage().nbytes() > value.nbytes else value
+        if value.layout != torch.strided or value.untyped_storage().nbytes() <= value.nbytes:
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value.clone()
+        return copies[id(value)]
     if isinstance(value, dict):
         copied = copy.copy(value)
-        copied.update((key, _own(item)) for key, item in value.items())
+        for key, item in value.items():
+            copied[key] = _own(item, copies)
         return copied
-    return type(value)(map(_own, value)) if type(value) in (list, tuple) else value
+    return type(value)(_own(item, copies) for item in value) if type(value) in (list, tuple) else value
 
 
 def _write(path: Path, content: bytes | memoryview) -> None:

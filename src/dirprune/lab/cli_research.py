@@ -296,7 +296,7 @@ def _collect(steps: Any, row_type: type) -> list[Any]:
                 continue
             if step.what != what:
                 what, done = step.what, 0
-                advance(0, restart=what, unit=step.unit)
+                advance(0, restart=what, unit=step.unit, total=step.most)
             residual = f"residual {step.residual:.1e}" if step.residual is not None else ""
             advance(step.products - done, note=residual, total=step.most)
             done = step.products

@@ -99,11 +99,10 @@ def _clear(trial: Trial) -> None:
     """Let go of the last trial's memory and, where its compiled code cannot serve the next one, of that.
 
     Models of one class share their compiled code, whatever masks they train under. Those of STR are of new classes each
-    time, and the penalty of variational dropout is another one; a few would fill the cache, whereupon torch stops
-    compiling.
+    time; a few of them would fill the cache, whereupon torch stops compiling.
     """
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if trial.contestant.method in ("str", "variational-dropout"):
+    if trial.contestant.method == "str":
         torch.compiler.reset()

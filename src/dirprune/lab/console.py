@@ -45,7 +45,10 @@ def is_terminal() -> bool:
 def say(message: str) -> None:
     """Tell the user something that is not a result."""
     # Not typer.echo, which writes past a bar: a bar redirects sys.stderr, so as to keep below what is said.
-    print(wrapped(message) if sys.stderr.isatty() else message, file=sys.stderr)
+    try:
+        print(wrapped(message) if sys.stderr.isatty() else message, file=sys.stderr, flush=True)
+    except BrokenPipeError:  # nobody listens any more, as when a signal has stopped a whole pipeline
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def wrapped(text: str) -> str:
@@ -207,7 +210,8 @@ MinutesOption = Annotated[
 class Interruption:
     """When to stop: Ctrl-C, or a scheduler's SIGTERM, asks for it at the next good moment; so does the end of the time.
 
-    A second one stops at once.
+    A second Ctrl-C stops at once. A second SIGTERM is not heard: torchrun and timeout send it twice, and who means it
+    has SIGKILL.
     """
 
     def __init__(self, minutes: float | None = None) -> None:
@@ -217,12 +221,17 @@ class Interruption:
         self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
 
     def __call__(self) -> bool:
-        return self.asked or time.monotonic() >= self._end
+        return self.asked or self.late
+
+    @property
+    def late(self) -> bool:
+        """Whether the time has ended."""
+        return time.monotonic() >= self._end
 
     @contextmanager
     def listening(self, message: str) -> Iterator[Interruption]:
         """Listen for the signals; the first one says ``message``, if there is one."""
-        after: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        after: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_IGN}
 
         def first(signum: int, frame: object) -> None:
             self.asked = True

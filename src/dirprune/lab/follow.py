@@ -90,7 +90,7 @@ def _train(
                     emit(record.to_dict())
     if first:
         ended = _conclude(run, quiet)
-        if interruption.asked and not ended:
+        if not ended and (interruption.asked or not interruption.late):  # or another process was asked
             raise typer.Exit(INTERRUPTED)
 
 

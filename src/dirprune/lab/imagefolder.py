@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,11 @@ class Request:
     key: str | None
 
 
+def _deaf(worker: int) -> None:
+    """Let a reader ignore SIGTERM: who trains decides when the reading ends, and closes the readers then."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 @dataclass(frozen=True)
 class _Reader(Dataset[Batch | str]):
     """What a worker holds: a request in, uint8 (N, 3, 224, 224) and targets out, or what is wrong with an image.
@@ -197,6 +203,7 @@ class ImageFolderLoader:
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # otherwise the loader would draw from the global one
+            worker_init_fn=_deaf,
         )
         normalise = self.normalization.on(self.device)
         for answer in loader:

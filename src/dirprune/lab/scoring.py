@@ -108,6 +108,7 @@ def score(
     rows = {(row.method, row.k, row.wanted): row for row in read_rows(out / "score.csv", ScoreRow)}
     bench = subject(run.recipe, lanczos, device=device, root=root)
     bench.load(state)
+    bench = yield from bench.ranked(lanczos, what="eigenpairs")
     w = flatten(take(bench.model))
     needed = [k for k in ks if any(("directional", k, wanted) not in rows for wanted in grid)]
     vectors = yield from _eigenvectors(bench, w, max(needed, default=0), lanczos, out)

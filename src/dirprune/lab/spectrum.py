@@ -59,6 +59,9 @@ class Lanczos:
             raise ValueError(f"precision={self.precision!r} is not known; take one of {', '.join(PRECISIONS)}")
         if self.examples is not None and self.examples < 1:
             raise ValueError(f"examples={self.examples}: give a positive number, or none for the whole training set")
+        first, last = self.by_loss or (0, None)
+        if first < 0 or (last is not None and last <= first):
+            raise ValueError(f"by_loss={self.by_loss}: give a first rank from 0, and a last one above it or none")
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Subject:
         """Return the subject with the examples in its Hessian that ``by_loss`` asks for, at the weights it has."""
         if lanczos.by_loss is None:
             return self
-        found = yield from losses(self.model, self.curved, what=what)
+        found = yield from losses(self.model, self.curved, tf32=lanczos.precision != "float32", what=what)
         order = found.argsort(descending=True, stable=True)
         rows = order[slice(*lanczos.by_loss)].sort().values
         if not len(rows):
@@ -140,7 +143,10 @@ def part_of(loader: Loader, examples: int | None) -> Loader:
     if examples > loader.examples:
         raise ValueError(f"examples={examples}, but the training set has {loader.examples}; ask for fewer, or for all")
     targets = loader.images.targets if isinstance(loader, ImageFolderLoader) else _resident(loader).targets.cpu()
-    return chosen(loader, stratified_split(targets, examples / loader.examples)[1])
+    rows = stratified_split(targets, examples / loader.examples)[1]
+    if not len(rows):
+        raise ValueError(f"examples={examples}: the same share of every class comes to none of any; ask for more")
+    return chosen(loader, rows)
 
 
 def chosen(loader: Loader, rows: Tensor) -> Loader:
@@ -158,11 +164,11 @@ def _resident(loader: Loader) -> ResidentLoader:
     return loader
 
 
-def losses(model: nn.Module, loader: Loader, *, what: str) -> Generator[Progress, None, Tensor]:
+def losses(model: nn.Module, loader: Loader, *, tf32: bool, what: str) -> Generator[Progress, None, Tensor]:
     """Yield the progress of computing the loss of every example, in eval mode; return them."""
     found = []
     for inputs, targets in loader:
-        with torch.no_grad(), eval_mode(model):
+        with torch.no_grad(), eval_mode(model), conv_precision(tf32=tf32):
             found.append(cross_entropy(model(inputs), targets, reduction="none"))
         yield Progress(f"{what}, losses", len(found), len(loader), unit="batches")
     return torch.cat(found)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from dirprune.batchnorm import batchnorms, estimate_statistics
 from dirprune.lab.baselines.method import Method
 from dirprune.lab.execution import Execution, PlainScoring, Scoring, Tally, make_scoring, make_step
-from dirprune.lab.loader import Loader
+from dirprune.lab.loader import Batching, Loader
 from dirprune.lab.processes import Process
 from dirprune.lab.schedules import Schedule
 from dirprune.modes import eval_mode
@@ -231,15 +231,8 @@ def _check(tally: Tally, epoch: int, steps: int, process: Process) -> None:
 
 def _summarise(tally: Tally, loader: Loader, epoch: int, process: Process) -> tuple[float, float]:
     """Return the epoch's mean loss and accuracy over all processes, weighing every example alike."""
-    shares = torch.tensor(
-        [
-            len(
-                range(process.rank, min(loader.batch_size, loader.examples - i * loader.batch_size), process.world_size)
-            )
-            for i in range(len(loader))
-        ],
-        dtype=torch.float64,
-    )
+    batching = Batching(loader.batch_size, seed=0, rank=process.rank, world_size=process.world_size)
+    shares = torch.tensor(batching.sizes(loader.examples), dtype=torch.float64)
     _check(tally, epoch, len(loader), process)
     losses, correct = tally.losses.cpu().double() * shares, tally.correct.cpu().double()
     loss, right = process.sum(torch.stack([losses.sum(), correct.sum()])).tolist()
