@@ -45,7 +45,7 @@ LAB_FLOORS = [
     {"experiment"},
     {"recipes", "runs", "plots", "ledger", "published"},
     {"reward"},
-    {"train", "checkpoint", "baselines", "execution", "processes", "schedules"},
+    {"train", "checkpoint", "baselines", "execution", "lean", "processes", "schedules"},
     {"data", "models", "download"},
     {"imagefolder", "resident", "cifar"},
     {"loader", "tables", "console", "files", "names", "tradeoff"},

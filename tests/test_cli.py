@@ -242,16 +242,17 @@ def test_every_override_reaches_the_configuration(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(follow, "follow", only_make)
     words = "--optimizer sgd --c .25 --mu .75 --lr .5 --epochs 7 --batch-size 9 --seed 11 --model resnet18"
     words += " --validation .125 --keep 3,5 --precision float32 --no-compile --data d --device cpu --save-every 4"
-    words += " --minutes 9"
+    words += " --minutes 9 --lean"
     call("train", "vgg16-cifar10", *words.split(), "--tensorboard", "--out", "run")
     found, plain = json.loads(Path("run/config.json").read_text()), recipes.get("vgg16-cifar10").to_dict()
     changed = {key: value for key, value in found.items() if json.loads(json.dumps(plain[key])) != value}
-    execution = changed.pop("cuda")
+    execution, on_cpu = changed.pop("cuda"), changed.pop("cpu")
     assert changed == {
         **{"optimizer": "sgd", "c": 0.25, "mu": 0.75, "lr": 0.5, "epochs": 7, "batch_size": 9, "seed": 11},
         **{"model": "resnet18", "validation": 0.125, "keep": [3, 5]},
     }
-    assert execution == {**plain["cuda"], "precision": "float32", "compile": False}
+    assert execution == {**plain["cuda"], "precision": "float32", "compile": False, "lean": True}
+    assert on_cpu == {**plain["cpu"], "lean": True}
     assert given == {"device": "cpu", "root": Path("d"), "save_every": 4, "minutes": 9.0, "tensorboard": True}
 
 

@@ -147,6 +147,20 @@ class GRDA(Optimizer):
             for hook in hooks:
                 hook.remove()
 
+    def begin(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter of a group; made now, if there is none, from the weights that it has now.
+
+        The first step does it otherwise. Called before, the accumulator keeps what the weights lose if they are put
+        into a lower precision.
+        """
+        state: dict[str, Any] = self.state[p]
+        if not state:
+            state["accumulator"] = p.detach().to(accumulator_dtype(p), copy=True)
+            scalar_device = _scalar_device(group, p)
+            state["step"] = torch.zeros((), dtype=torch.float64, device=scalar_device)
+            state["threshold"] = torch.zeros((), dtype=torch.float64, device=scalar_device)
+        return state
+
     def _init_group(
         self,
         group: dict[str, Any],
@@ -163,12 +177,7 @@ class GRDA(Optimizer):
             grad = p.grad
             if grad is None:
                 continue
-            state = self.state[p]
-            if not state:
-                state["accumulator"] = p.detach().to(accumulator_dtype(p), copy=True)
-                scalar_device = _scalar_device(group, p)
-                state["step"] = torch.zeros((), dtype=torch.float64, device=scalar_device)
-                state["threshold"] = torch.zeros((), dtype=torch.float64, device=scalar_device)
+            state = self.state[p] or self.begin(p, group)
             step, threshold = state["step"], state["threshold"]
             if threshold.is_cuda != step.is_cuda:  # torch.compile moves a "step" to the GPU by itself
                 state["threshold"] = threshold = threshold.to(step.device)

@@ -126,7 +126,7 @@ def _single_tensor_grda(
             v.sub_(grad.to(v.dtype) * (lr.to(v) if isinstance(lr, Tensor) else lr))
         else:
             v.add_(grad, alpha=-float(lr))
-        _soft_threshold(v, tau, out=param)
+        soft_threshold(v, tau, out=param)
 
 
 def _add_scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -172,7 +172,7 @@ def _foreach_grda(
             p.copy_(s).add_(0.0)  # what underflows in the cast keeps its sign: −0.0 + 0.0 = +0.0
 
 
-def _soft_threshold(v: Tensor, tau: float | Tensor, *, out: Tensor) -> None:
+def soft_threshold(v: Tensor, tau: float | Tensor, *, out: Tensor) -> None:
     """out ← sign(v)·max(|v| − τ, 0), with +0.0 inside the threshold and NaN let through."""
     if isinstance(tau, Tensor):
         tau = tau.to(v.dtype)

@@ -19,6 +19,8 @@ from dirprune.lab import data, models, recipes
 from dirprune.lab.data import Batch, Loaders, Synthetic
 from dirprune.lab.execution import Tally, make_scoring, make_step
 from dirprune.lab.experiment import make_optimizer
+from dirprune.lab.lean import lowered
+from dirprune.lab.recipes import Recipe
 from dirprune.lab.runs import environment
 from dirprune.lab.tables import write_rows
 from dirprune.lab.train import evaluate
@@ -69,14 +71,12 @@ class Cost:
 class _Trainer:
     """A network under one optimizer, ready to step."""
 
-    def __init__(
-        self, name: str, optimizer: str, loaders: Loaders, batches: Sequence[Batch], device: torch.device
-    ) -> None:
-        recipe = replace(recipes.get(WORKLOADS[name].recipe), optimizer=optimizer)
+    def __init__(self, recipe: Recipe, loaders: Loaders, batches: Sequence[Batch], device: torch.device) -> None:
         self.execution = recipe.execution(device.type)
         torch.manual_seed(0)
         self.model = self.execution.place(models.build(recipe.model, loaders.classes), device)
         optimizer_ = make_optimizer(recipe, self.model, device)
+        lowered(self.model, optimizer_, self.execution).__enter__()  # for good
         self.scoring = make_scoring(self.model, self.model, self.execution, device)
         self.loaders = loaders
         self.batches = batches
@@ -104,12 +104,19 @@ class _Trainer:
         return _now() - start
 
 
-def bench(name: str, *, device: torch.device, rounds: int = 7, steps: int = 50) -> Iterator[Cost]:
-    """Yield what a step of this network costs with SGD, then with gRDA; the two take turns, round by round."""
+def bench(
+    name: str, *, device: torch.device, lean: bool | None = None, rounds: int = 7, steps: int = 50
+) -> Iterator[Cost]:
+    """Yield what a step of this network costs with SGD, then with gRDA; the two take turns, round by round.
+
+    ``lean`` decides whether gRDA's weights are bfloat16; None leaves it to the recipe.
+    """
     if name not in WORKLOADS:
         raise ValueError(f"model={name!r}: there is no such benchmark; take one of {', '.join(WORKLOADS)}")
     workload = WORKLOADS[name]
     recipe = recipes.get(workload.recipe)
+    if lean is not None:
+        recipe = replace(recipe, cpu=replace(recipe.cpu, lean=lean), cuda=replace(recipe.cuda, lean=lean))
     loaders = data.load(
         "synthetic",
         batch_size=recipe.batch_size,
@@ -119,12 +126,14 @@ def bench(name: str, *, device: torch.device, rounds: int = 7, steps: int = 50) 
     )
     batches = list(islice(loaders.train.epoch(1), 8))
     steps = min(steps, len(loaders.train))
-    _Trainer(name, "sgd", loaders, batches, device)  # what is set up once, in memory too, belongs to neither
+    _Trainer(
+        replace(recipe, optimizer="sgd"), loaders, batches, device
+    )  # what is set up once, in memory too, belongs to neither
     trainers: dict[str, _Trainer] = {}
     peaks: dict[str, float | None] = {}
     for optimizer in recipes.OPTIMIZERS[::-1]:
         before = _reset_peak(device)
-        trainers[optimizer] = _Trainer(name, optimizer, loaders, batches, device)
+        trainers[optimizer] = _Trainer(replace(recipe, optimizer=optimizer), loaders, batches, device)
         trainers[optimizer].steps(steps)
         peaks[optimizer] = (torch.cuda.max_memory_allocated(device) - before) / 2**20 if before is not None else None
         trainers[optimizer].epoch()  # the first one sets evaluation up

@@ -49,6 +49,9 @@ DataOption = Annotated[
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest there is.")]
 SaveOption = Annotated[int | None, typer.Option(min=1, help="Epochs between checkpoints.", show_default="one a minute")]
 BoardOption = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard event files into the run.")]
+LeanOption = Annotated[
+    bool | None, typer.Option("--lean/--no-lean", help="With bfloat16, keep gRDA's weights in it: the same numbers.")
+]
 SeedOption = Annotated[
     int | None, typer.Option(help="Of initial weights, order of the data and augmentation.", show_default="0")
 ]
@@ -124,6 +127,7 @@ def train(
     compile: Annotated[  # noqa: A002
         bool | None, typer.Option("--compile/--no-compile", help="torch.compile the network.")
     ] = None,
+    lean: LeanOption = None,
     out: Annotated[Path | None, typer.Option(help="Run directory.", show_default="a new one under runs/")] = None,
     data: DataOption = None,
     device: DeviceOption = "auto",
@@ -153,6 +157,7 @@ def train(
             keep=tuple(integers("--keep", keep)) if keep else None,
             precision=precision.value if precision else None,
             compile=compile,
+            lean=lean,
         )
         if keep and max(chosen.keep) > chosen.epochs:
             raise ValueError(
@@ -326,6 +331,7 @@ def recipes() -> None:
 @app.command()
 def bench(
     model: Annotated[list[str] | None, typer.Argument(help="vgg16, wrn28x10, resnet50, small.")] = None,
+    lean: LeanOption = None,
     out: Annotated[Path | None, typer.Option(help="Also write the numbers to this CSV file.")] = None,
     device: DeviceOption = "auto",
 ) -> None:
@@ -340,7 +346,7 @@ def bench(
         costs = []
         with bar("benchmarks", total=2 * len(names)) as advance:
             for name in names:
-                for cost in benchmark.bench(name, device=where):
+                for cost in benchmark.bench(name, device=where, lean=lean):
                     costs.append(cost)
                     advance(1, note=f"{cost.model} {cost.optimizer}: {cost.ms:.2f} ms")
                     if not is_terminal():
@@ -356,8 +362,8 @@ app.add_typer(cli_compare.app)
 
 
 def _changed(recipe: Recipe, **changes: Any) -> Recipe:
-    """Return the recipe with what was given; precision and compile apply to both kinds of device."""
-    execution = {key: changes.pop(key) for key in ("precision", "compile") if changes.get(key) is not None}
+    """Return the recipe with what was given; precision, compile and lean apply to both kinds of device."""
+    execution = {key: changes.pop(key) for key in ("precision", "compile", "lean") if changes.get(key) is not None}
     changes = {key: value for key, value in changes.items() if value is not None}
     if execution:
         changes["cpu"], changes["cuda"] = replace(recipe.cpu, **execution), replace(recipe.cuda, **execution)

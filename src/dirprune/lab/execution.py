@@ -42,6 +42,8 @@ class Execution:
     channels_last: bool = False
     compile: bool = False
     capture: bool = False
+    lean: bool = False
+    """In bfloat16 under gRDA: keep the weights in it while training; see `dirprune.lab.lean`."""
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

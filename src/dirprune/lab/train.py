@@ -6,6 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from dirprune.batchnorm import batchnorms, estimate_statistics
 from dirprune.lab.baselines.method import Method
 from dirprune.lab.execution import Execution, PlainScoring, Scoring, Tally, make_scoring, make_step
+from dirprune.lab.lean import lowered
 from dirprune.lab.loader import Batching, Loader
 from dirprune.lab.processes import Process
 from dirprune.lab.schedules import Schedule
@@ -112,27 +114,31 @@ def train(
         method.attach(model, optimizer, steps=epochs * len(train_set), examples=train_set.examples)
     method.check_attached(model)
     model.train()
-    step = make_step(model, parallel, optimizer, tally, execution, example, sizes, method.penalty)
-    scoring = make_scoring(model, parallel, execution, device)
+    alone = parallel is model and method.trains_with == "grda"  # nobody else reads or writes the weights
+    weights = lowered(model, optimizer, execution) if alone else nullcontext()
+    with weights:
+        step = make_step(model, parallel, optimizer, tally, execution, example, sizes, method.penalty)
+        scoring = make_scoring(model, parallel, execution, device)
     rate = math.nan
     for epoch in range(done + 1, epochs + 1):
         start = time.perf_counter()
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            _seed(device, _epoch_seed(seed, epoch, process.rank))
-            model.train()
-            tally.reset()
-            for i, (inputs, targets) in enumerate(train_set.epoch(epoch)):
-                if rate != (rate := lr * schedule.factor(epoch, epochs, i / len(train_set))):
-                    set_lr(optimizer, rate)
-                size = min(train_set.batch_size, train_set.examples - i * train_set.batch_size)
-                step(inputs, targets, scale=len(targets) * process.world_size / size)
-                method.after_step((epoch - 1) * len(train_set) + i + 1)
-                if (i + 1) % CHECK_EVERY == 0:
-                    _check(tally, epoch, i + 1, process)
-        loss, accuracy = _summarise(tally, train_set, epoch, process)
-        trained = time.perf_counter()
-        process.share_buffers(model)
-        score = evaluate(model, test_set, scoring=scoring, process=process)
+        with weights:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                _seed(device, _epoch_seed(seed, epoch, process.rank))
+                model.train()
+                tally.reset()
+                for i, (inputs, targets) in enumerate(train_set.epoch(epoch)):
+                    if rate != (rate := lr * schedule.factor(epoch, epochs, i / len(train_set))):
+                        set_lr(optimizer, rate)
+                    size = min(train_set.batch_size, train_set.examples - i * train_set.batch_size)
+                    step(inputs, targets, scale=len(targets) * process.world_size / size)
+                    method.after_step((epoch - 1) * len(train_set) + i + 1)
+                    if (i + 1) % CHECK_EVERY == 0:
+                        _check(tally, epoch, i + 1, process)
+            loss, accuracy = _summarise(tally, train_set, epoch, process)
+            trained = time.perf_counter()
+            process.share_buffers(model)
+            score = evaluate(model, test_set, scoring=scoring, process=process)
         if not math.isfinite(score.loss):  # the last update broke weights that no training loss has seen yet
             raise Divergence(epoch, len(train_set), score.loss, which="test")
         zeros = method.sparsity()
