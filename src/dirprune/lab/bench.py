@@ -126,9 +126,8 @@ def bench(
     )
     batches = list(islice(loaders.train.epoch(1), 8))
     steps = min(steps, len(loaders.train))
-    _Trainer(
-        replace(recipe, optimizer="sgd"), loaders, batches, device
-    )  # what is set up once, in memory too, belongs to neither
+    # What is set up once, in memory too, belongs to neither.
+    _Trainer(replace(recipe, optimizer="sgd"), loaders, batches, device)
     trainers: dict[str, _Trainer] = {}
     peaks: dict[str, float | None] = {}
     for optimizer in recipes.OPTIMIZERS[::-1]:
