@@ -169,7 +169,7 @@ def _foreach_grda(
     torch._foreach_add_(shrunk, vs)
     for p, s in zip(params, shrunk, strict=True):
         if s is not p:
-            p.copy_(s).add_(0.0)  # what underflows in the cast keeps its sign: −0.0 + 0.0 = +0.0
+            p.copy_(s).add_(_ZERO)  # what underflows in the cast keeps its sign: −0.0 + 0.0 = +0.0
 
 
 def soft_threshold(v: Tensor, tau: float | Tensor, *, out: Tensor) -> None:

@@ -23,7 +23,7 @@ from dirprune.lab.lean import lowered
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.runs import environment
 from dirprune.lab.tables import write_rows
-from dirprune.lab.train import evaluate
+from dirprune.lab.train import batch_sizes, evaluate
 
 PEAK_FLOPS = 790e12
 """What one H200 reaches in a large bf16 matrix product on random data; the floor is the arithmetic at that rate."""
@@ -80,11 +80,11 @@ class _Trainer:
         self.scoring = make_scoring(self.model, self.model, self.execution, device)
         self.loaders = loaders
         self.batches = batches
-        last = loaders.train.examples % loaders.train.batch_size
-        sizes = [loaders.train.batch_size, *([last] if last else [])]
         self.tally = Tally(len(loaders.train), device)
         example = self.batches[0][0]
-        self.step = make_step(self.model, self.model, optimizer_, self.tally, self.execution, example, sizes)
+        self.step = make_step(
+            self.model, self.model, optimizer_, self.tally, self.execution, example, batch_sizes(loaders.train)
+        )
 
     def steps(self, count: int) -> float:
         """Seconds a step."""

@@ -109,8 +109,7 @@ def _train(trials: Sequence[Trial], out: Path, device: str, root: Path | None, i
     from dirprune.lab.follow import device_of
 
     ended = 0
-    message = "Stopping after this epoch; press Ctrl-C again to stop at once."
-    with interruption.listening(message), bar("", total=trials[0].recipe.epochs, unit="epochs") as advance:
+    with interruption.listening(), bar("", total=trials[0].recipe.epochs, unit="epochs") as advance:
         steps = compare(trials, out, device=device_of(device), root=root, stopping=interruption)
         number = epoch = 0
         with suppress(KeyboardInterrupt):  # the second one

@@ -51,9 +51,7 @@ def theory(
         if is_terminal():
             for part, rows in found.items():
                 cells = [["–" if value is None else f"{value:.4g}" for value in row.values()] for row in rows]
-                show(
-                    part, list(rows[0]), cells, left=0, spare=("settled", "lag_unpruned", "cosine_unpruned", "c", "mu")
-                )
+                show(part, list(rows[0]), cells, left=0, spare=theory_report.SPARE)
         say(f"Numbers and figures: {out}{f', {figures}' if figures else ''}. What they mean: docs/theory.md")
 
 
@@ -298,7 +296,7 @@ def _collect(steps: Any, row_type: type) -> list[Any]:
                 what, done = step.what, 0
                 advance(0, restart=what, unit=step.unit, total=step.most)
             residual = f"residual {step.residual:.1e}" if step.residual is not None else ""
-            advance(step.products - done, note=residual, total=step.most)
+            advance(step.products - done, note=residual)
             done = step.products
     return rows
 

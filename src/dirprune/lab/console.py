@@ -229,16 +229,16 @@ class Interruption:
         return time.monotonic() >= self._end
 
     @contextmanager
-    def listening(self, message: str) -> Iterator[Interruption]:
-        """Listen for the signals; the first one says ``message``, if there is one."""
+    def listening(self, *, quietly: bool = False) -> Iterator[Interruption]:
+        """Listen for the signals; the first one says what it does, unless another process says it."""
         after: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_IGN}
 
         def first(signum: int, frame: object) -> None:
             self.asked = True
             for each, handler in after.items():
                 signal.signal(each, handler)
-            if message:
-                say(message)
+            if not quietly:
+                say("Stopping after this epoch; press Ctrl-C again to stop at once.")
 
         before = {each: signal.signal(each, first) for each in after}
         try:

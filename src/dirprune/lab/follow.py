@@ -71,8 +71,7 @@ def _train(
     quiet: bool,
 ) -> None:
     first = process.is_first
-    message = "Stopping after this epoch; press Ctrl-C again to stop at once." if first else ""
-    with interruption.listening(message), _bar(run, title, first) as watched, _board(run, tensorboard) as log:
+    with interruption.listening(quietly=not first), _bar(run, title, first) as watched, _board(run, tensorboard) as log:
         records = conduct(
             run,
             device=device,

@@ -20,6 +20,8 @@ GAMMAS = (0.1, 0.03, 0.01, 0.003, 0.001)
 NETWORK_GAMMAS = GAMMAS
 LIMIT_GAMMAS = (0.03, 0.01, 0.003, 0.001)
 PATH_GAMMA = 0.001
+SPARE = ("settled", "lag_unpruned", "cosine_unpruned", "c", "mu")
+"""The columns that a narrow terminal goes without, the first of them first."""
 PATH_TIMES = (0.06, 0.12, 0.24, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
 
 

@@ -108,7 +108,7 @@ def train(
     device = example.device
     tally = Tally(len(train_set), device)
     parallel = process.parallel(model, device)
-    sizes = _batch_sizes(train_set)
+    sizes = batch_sizes(train_set)
     if method is None:
         method = Method()
         method.attach(model, optimizer, steps=epochs * len(train_set), examples=train_set.examples)
@@ -206,7 +206,7 @@ def norm_ratio(weights: nn.Module | Iterable[Tensor]) -> float:
     return float(two / one)
 
 
-def _batch_sizes(loader: Loader) -> list[int]:
+def batch_sizes(loader: Loader) -> list[int]:
     """Return the batch sizes that occur, the common one first."""
     last = loader.examples % loader.batch_size
     if loader.examples < loader.batch_size:
