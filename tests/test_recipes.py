@@ -217,7 +217,8 @@ def test_bad_values_are_refused_by_name(name: str, value: Any) -> None:
 
 def test_the_device_decides_how_steps_run() -> None:
     recipe = recipes.get("vgg16-cifar10")
-    assert recipe.execution("cuda") == Execution(precision="bfloat16", channels_last=True, compile=True, capture=True)
+    fast = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True, lean=True)
+    assert recipe.execution("cuda") == fast
     assert recipe.execution("cpu") == Execution()
     with pytest.raises(ValueError, match="precision='float16' is not known; take one of float32, bfloat16"):
         Execution(precision="float16")

@@ -16,7 +16,7 @@ from dirprune.lab.schedules import Schedule
 
 OPTIMIZERS = ("grda", "sgd")
 STATISTICS = ("", "cifar", "imagenet")
-FAST = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True)
+FAST = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True, lean=True)
 
 
 Option = float | str
