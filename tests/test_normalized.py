@@ -1,4 +1,4 @@
-"""BatchNorm and its neighbours in compiled code against the layers as they are."""
+"""A convolution and BatchNorm in compiled code against the layers as they are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dirprune.batchnorm import batchnorms, estimate_statistics
 from dirprune.lab.models import wide_resnet
-from dirprune.lab.models.normalized import convolved, relu
+from dirprune.lab.models.normalized import convolved
 
 Function = Callable[..., Tensor]
 
@@ -89,15 +89,3 @@ def test_any_layers_compiled_are_the_layers_themselves(convolution: nn.Module, n
     torch.testing.assert_close(same.state_dict(), pair.state_dict())
     for p, q in zip(same.parameters(), pair.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize("run", [lambda f: f, compiled], ids=["plain", "compiled"])
-def test_relu_and_its_derivative(run: Callable[[Function], Function]) -> None:
-    values = [-2.0, -0.0, 0.0, 3.0, float("nan"), float("inf"), -float("inf")]
-    z = torch.tensor(values, requires_grad=True)
-    result = run(lambda z: relu(z.clone()))(z)
-    torch.testing.assert_close(result, F.relu(z), equal_nan=True)
-    weights = torch.arange(1.0, 8.0)
-    (gradient,) = torch.autograd.grad(result, z, weights)
-    (expected,) = torch.autograd.grad(F.relu(z), z, weights)
-    assert gradient.equal(expected)

@@ -1,21 +1,10 @@
-"""BatchNorm with its neighbours, in the form that compiles to the least memory traffic; uncompiled it is the layers."""
+"""A biased convolution before BatchNorm, without what the two do to no effect."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-
-def relu(normalized: Tensor) -> Tensor:
-    """Return relu of what BatchNorm returned, whose memory it may take.
-
-    The derivative of `F.relu` reads the result. This one looks at the argument, which compiled code has at hand: the
-    backward pass of BatchNorm reads what it is computed from anyway.
-    """
-    if torch.compiler.is_compiling():
-        return torch.where(normalized <= 0, 0, normalized)  # a nan stays one
-    return F.relu(normalized, inplace=True)
 
 
 def convolved(convolution: nn.Module, norm: nn.BatchNorm2d, inputs: Tensor) -> Tensor:

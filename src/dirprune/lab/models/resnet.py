@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
-
-from dirprune.lab.models.normalized import relu
 
 
 class BasicBlock(nn.Module):
@@ -17,14 +14,15 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.downsample = _downsample(channels, width * self.expansion, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
-        total: Tensor = F.relu(out + (x if self.downsample is None else self.downsample(x)), inplace=True)
+        total: Tensor = self.relu(out + (x if self.downsample is None else self.downsample(x)))
         return total
 
 
@@ -41,13 +39,14 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, width * self.expansion, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(width * self.expansion)
+        self.relu = nn.ReLU(inplace=True)
         self.downsample = _downsample(channels, width * self.expansion, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = relu(self.bn1(self.conv1(x)))
-        out = relu(self.bn2(self.conv2(out)))
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
-        total: Tensor = F.relu(out + (x if self.downsample is None else self.downsample(x)), inplace=True)
+        total: Tensor = self.relu(out + (x if self.downsample is None else self.downsample(x)))
         return total
 
 
@@ -68,6 +67,7 @@ class ResNet(nn.Module):
         else:
             self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
+        self.relu = nn.ReLU(inplace=True)
         self.maxpool: nn.Module = nn.Identity() if small_images else nn.MaxPool2d(3, stride=2, padding=1)
         self.layer1 = _stage(block, 64, 64, counts[0], stride=1)
         self.layer2 = _stage(block, 64 * block.expansion, 128, counts[1], stride=2)
@@ -81,7 +81,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        out = self.maxpool(relu(self.bn1(self.conv1(images))))
+        out = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         out = self.layer4(self.layer3(self.layer2(self.layer1(out))))
         logits: Tensor = self.fc(self.avgpool(out).flatten(1))
         return logits

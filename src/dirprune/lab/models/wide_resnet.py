@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dirprune.lab.models.normalized import convolved, relu
+from dirprune.lab.models.normalized import convolved
 
 
 class WideBlock(nn.Module):
@@ -21,8 +21,8 @@ class WideBlock(nn.Module):
         self.shortcut: nn.Module = nn.Identity() if same_shape else nn.Conv2d(channels, width, 1, stride=stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = convolved(self.conv1, self.bn2, relu(self.bn1(x)))
-        out = self.conv2(relu(out))
+        out = convolved(self.conv1, self.bn2, F.relu(self.bn1(x)))
+        out = self.conv2(F.relu(out))
         total: Tensor = out + self.shortcut(x)
         return total
 
@@ -42,7 +42,7 @@ class WideResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         out = self.layer3(self.layer2(self.layer1(self.conv1(images))))
-        pooled = F.avg_pool2d(relu(self.bn1(out)), 8)
+        pooled = F.avg_pool2d(F.relu(self.bn1(out)), 8)
         logits: Tensor = self.linear(pooled.flatten(1))
         return logits
 
