@@ -174,6 +174,15 @@ def test_the_default_sweep_of_str_is_as_strong_as_the_length_and_weight_decay_as
     assert s.item() / start == pytest.approx(end, rel=0.05)
 
 
+@pytest.mark.parametrize(("name", "betas"), [("digits", (0.03, 1.0)), ("resnet18-cifar10", (0.00375, 0.125))])
+def test_the_default_sweep_of_variational_dropout_leaves_room_for_weight_decay(
+    name: str, betas: tuple[float, float]
+) -> None:
+    recipe = recipes.get(name)
+    values = trials.default_sweep(trials.contestant("variational-dropout"), recipe, batches=391)
+    assert (values[0], values[-1]) == betas
+
+
 # ---- how they are ranked
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 
 import pytest
@@ -15,6 +15,13 @@ from dirprune.lab.models import wide_resnet
 from dirprune.lab.models.normalized import convolved
 
 Function = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _room() -> Iterator[None]:
+    """Torch compiles a function for eight kinds of arguments at most: leave that room to other tests."""
+    yield
+    torch.compiler.reset()
 
 
 def compiled(function: Function) -> Function:

@@ -351,10 +351,10 @@ def bench(
                     advance(1, note=f"{cost.model} {cost.optimizer}: {cost.ms:.2f} ms")
                     if not is_terminal():
                         emit(cost.to_dict())
+                if out:  # network by network: what is measured is kept
+                    benchmark.write(costs, out, where)
         if is_terminal():
             show("A training step", benchmark.COLUMNS, benchmark.table(costs), left=2, spare=benchmark.SPARE)
-        if out:
-            benchmark.write(costs, out, where)
 
 
 app.add_typer(cli_research.app)

@@ -64,7 +64,7 @@ CAVEATS = """\
 
 @dataclass(frozen=True)
 class Measured:
-    """A row of results/bench.csv: the time of a training step, its floor, and the peak of memory."""
+    """A row of results/bench.csv: the time of a training step, its floor, the peak of memory, the rest of an epoch."""
 
     model: str
     batch_size: int
@@ -72,6 +72,7 @@ class Measured:
     ms: float
     floor_ms: float | None
     peak_mib: float | None
+    overhead: float | None
     hardware: str
     torch: str
     commit: str
@@ -245,8 +246,9 @@ def _costs(bench: Path) -> str:
         base = (model, batch_size, "sgd")
         row = [model, str(batch_size), optimizer]
         row += [f"{cost.ms:g}", f"{cost.ms / theirs[base].ms:.2f}", f"{cost.peak_mib:g}"]
-        if (own := measured.get(key)) is None:
-            row += ["—", "", "", "", ""]
+        own = measured.get(key)
+        if own is None:
+            row += ["—", "", "", "", "", ""]
         else:
             ratio = f"{own.ms / measured[base].ms:.3f}" if base in measured else ""
             row += [
@@ -255,16 +257,20 @@ def _costs(bench: Path) -> str:
                 f"{own.floor_ms:.3g}" if own.floor_ms else "—",
                 f"{own.floor_ms / own.ms:.0%}" if own.floor_ms else "—",
                 f"{own.peak_mib:.0f}" if own.peak_mib else "—",
+                f"{own.overhead:.1%}" if own.overhead is not None else "—",
             ]
         rows.append(row)
     head = ["network", "batch", "optimizer", "paper: ms", "× SGD", "peak MiB"]
-    head += ["ours: ms", "× SGD", "floor ms", "floor / ms", "peak MiB"]
+    head += ["ours: ms", "× SGD", "floor ms", "floor / ms", "peak MiB", "rest of an epoch"]
     text = (
         "Milliseconds a training step. The paper: one V100, two for ResNet50. The floor is the time that the "
-        "arithmetic alone needs at the peak rate of the hardware."
+        "arithmetic alone needs at the peak rate of the hardware; the rest of an epoch is evaluation and data handling."
     )
-    origins = dict.fromkeys(f"{row.hardware}, torch {row.torch}, commit {row.commit}" for row in measured.values())
-    origin = f"Ours: {'; '.join(origins)}." if origins else "Ours are not measured yet; `dirprune bench` does it."
+    origins: dict[str, list[str]] = {}
+    for own in measured.values():
+        origins.setdefault(f"{own.hardware}, torch {own.torch}, commit {own.commit}", []).append(own.model)
+    told = [f"{', '.join(dict.fromkeys(models))}: {where}" for where, models in origins.items()]
+    origin = f"Ours, {'; '.join(told)}." if told else "Ours are not measured yet; `dirprune bench` does it."
     return "\n\n".join([text, table(head, rows), origin])
 
 
