@@ -12,13 +12,14 @@ import pytest
 import torch
 from test_train import OPTIMIZERS, digits, make_grda, make_sgd, noisy, numbers
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, interpolate
 from torch.optim import SGD, Optimizer
 
 from dirprune import GRDA, sparsity
 from dirprune.graphs import record
 from dirprune.lab import data
 from dirprune.lab.execution import CapturedStep, Execution, PlainScoring, PlainStep, Tally, make_scoring, make_step
+from dirprune.lab.models import wide_resnet
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.train import EpochRecord, evaluate, recalibrate_batchnorm, set_lr, train
 
@@ -211,6 +212,29 @@ if torch.cuda.is_available():
         assert zeros == pytest.approx(expected_zeros, abs=0.01)
         torch.testing.assert_close(state["1.running_mean"], expected_state["1.running_mean"], rtol=0, atol=0.03)
         assert state["1.num_batches_tracked"] == expected_state["1.num_batches_tracked"] == 50
+
+    @pytest.mark.filterwarnings("ignore")  # the compiler's advice
+    @pytest.mark.parametrize("make", [captured_grda, captured_sgd])
+    def test_captured_wide_resnets_train_as_plain_ones(make: Callable[[nn.Module], Optimizer]) -> None:
+        """Whose compiled form leaves out the biases that BatchNorm takes away again."""
+        execution = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True)
+        work = [(interpolate(x.expand(-1, 3, -1, -1), scale_factor=4.0), y) for x, y in batches([64] * 50)]
+        results = []
+        for captures in (False, True):
+            torch.manual_seed(0)
+            model = execution.place(wide_resnet(depth=10, width=1), CUDA).train()
+            optimizer, tally = make(model), Tally(len(work), CUDA)
+            plain = PlainStep(model, optimizer, tally, execution)
+            step = make_step(model, model, optimizer, tally, execution, work[0][0], [64]) if captures else plain
+            results.append((losses(step, work), sparsity(model).fraction, model.state_dict()))
+        (expected, expected_zeros, expected_state), (found, zeros, state) = results
+        assert expected[-10:].mean() < 0.9 * expected[:10].mean()
+        torch.testing.assert_close(found[:5], expected[:5], rtol=0.02, atol=0.02)
+        assert found[-10:].mean().item() == pytest.approx(expected[-10:].mean().item(), rel=0.1)
+        assert zeros == pytest.approx(expected_zeros, abs=0.01)
+        assert state["layer2.0.bn2.num_batches_tracked"] == 50
+        name = "layer2.0.bn2.running_mean"
+        torch.testing.assert_close(state[name], expected_state[name], rtol=0, atol=0.1)
 
     @pytest.mark.parametrize("make", [captured_grda, captured_sgd])
     def test_captured_dropout_draws_anew_at_every_step_and_follows_the_seed(
