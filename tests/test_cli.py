@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -391,6 +392,50 @@ def test_errors_are_one_line_and_come_before_any_work(
     assert line.startswith("dirprune: ")
     assert told in line
     assert [path for path in tmp_path.rglob("*") if path.name != "runs"] == []
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theory_report, "study", None)
+    Path("file").write_text("")
+    result = call("theory", "--out", "file")
+    assert result.exit_code == 1
+    assert result.stderr == "dirprune: File exists: file; choose another folder\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--tolerance nan", "tolerance=nan: give the greatest residual to accept"),
+        ("--tolerance=-1", "tolerance=-1.0"),
+        ("--epochs 0,1", "epochs=0: the initial weights are the same"),
+    ],
+)
+def test_a_projection_that_makes_no_sense_is_refused(
+    words: str, told: str, trained: dict[str, tuple[Path, Result]]
+) -> None:
+    result = call("project", trained["sgd"][0], trained["grda"][0], *words.split(), "--out", "projected")
+    assert result.exit_code == 1
+    assert told in result.stderr
+    assert not Path("projected").exists()
+
+
+def test_options_that_do_nothing_here_are_told(trained: dict[str, tuple[Path, Result]]) -> None:
+    result = call("train", "digits", "--model", LINEAR, "--epochs", 1, "--lean", "--out", "lean")
+    assert result.exit_code == 0
+    assert "--lean does nothing in float32; add --precision bfloat16." in result.stderr
+    runs_ = [trained[name][0] for name in ("sgd", "grda")]
+    result = call("project", *runs_, "--k", 1, "--examples", 100, "--epochs", 1, "--precision", "tf32", "--out", "p")
+    assert result.exit_code == 0
+    assert "Only a GPU has tf32: here it is float32." in result.stderr
+
+
+def test_a_network_without_a_weight_left_is_told_with_the_remedy_and_its_metrics_are_json() -> None:
+    result = call("train", "digits", "--model", LINEAR, "--epochs", 1, "--c", 500, "--out", "gone")
+    assert "Every weight is zero: the threshold grew past all of them. Lower --c, now 500." in result.stderr
+    (line,) = Path("gone/metrics.jsonl").read_text().splitlines()
+    for text in (result.stdout, line):
+        assert json.loads(text, parse_constant=pytest.fail)["norm_ratio"] is None
+    assert math.isnan(runs.load(Path("gone")).records()[0].norm_ratio)
 
 
 def test_a_traceback_comes_on_demand_and_for_our_own_bugs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,6 +212,13 @@ def test_beyond_the_runs_nothing_is_said_but_what_the_nearest_one_gave(sparsity:
     assert "nearest run" in reading.source
 
 
+def test_of_several_seeds_the_nearest_runs_are_told_by_their_mean() -> None:
+    known = [Point("grda", "c=1", 0, 0.568, 95.0), Point("grda", "c=1", 1, 0.564, 96.0)]
+    [standing] = rank(known, [0.5])
+    assert standing.sparsity == pytest.approx(0.566)
+    assert standing.source == "nearest runs, 56.6% on average"
+
+
 def test_a_network_that_lost_everything_does_not_rank_its_method_where_it_was_not_run() -> None:
     for nothing in (0.999, 1.0):
         swept = [Point("swept", "weak", 0, 0.7, 95.0), Point("swept", "strong", 0, nothing, 10.0)]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
+from torch.utils.data import DataLoader
 
 from dirprune.connect import BezierCurve, CurveProfile, FitRecord, Plane, curve_profile, fit_curve, plane_profile
 from dirprune.landscape import Batch, Evaluator, Loaders, Measurement, profile_points
@@ -304,6 +305,27 @@ def test_a_fit_that_cannot_be_is_refused() -> None:
 def test_a_capture_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="capture is True but the curve is on cpu"):
         fit(RING, BezierCurve(at(1, 0), at(0, 1)), NO_CLASSES, capture=True)
+
+
+def test_a_loader_without_epochs_is_iterated_anew_for_each() -> None:
+    torch.manual_seed(0)
+    examples = [(torch.randn(2), torch.tensor(i % 2)) for i in range(12)]
+    loaders = SimpleNamespace(train=DataLoader(examples, batch_size=4, shuffle=True))
+    ends = {"weight": torch.eye(2)}, {"weight": -torch.eye(2)}
+    losses = []
+    for seed in (1, 1, 2):
+        curve = BezierCurve(*ends)
+        records = fit_curve(nn.Linear(2, 2, bias=False), curve, loaders, epochs=2, seed=seed)
+        losses.append([record.loss for record in records])
+    assert losses[0] == losses[1] != losses[2]  # its order follows from the seed too
+
+
+def test_what_is_not_weights_by_name_and_a_fit_without_epochs_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"end is a Tensor; give weights by name, as take\(model\)"):
+        BezierCurve({"weight": torch.ones(2)}, torch.ones(2))  # type: ignore[arg-type]
+    curve = BezierCurve({"weight": torch.eye(2)}, {"weight": torch.eye(2)})
+    with pytest.raises(ValueError, match="epochs is 0; a fit needs at least one"):
+        next(fit_curve(nn.Linear(2, 2, bias=False), curve, SimpleNamespace(train=[]), epochs=0))
 
 
 def test_compiled_networks_fit_and_measure_as_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:

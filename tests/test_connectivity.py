@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from dirprune.connect import FitRecord
-from dirprune.lab import checkpoint, connectivity, data, experiment, models, recipes, runs, train
+from dirprune.lab import checkpoint, cli, connectivity, console, data, experiment, models, recipes, runs, train
 from dirprune.lab.connectivity import Options, Step, connect
 from dirprune.lab.connectivity_files import draw, notes, published_curve
 from dirprune.lab.connectivity_files import table as told
@@ -171,6 +173,28 @@ def test_a_job_interrupted_after_every_step_gives_the_same_numbers(
     assert stages == ["fit"] * 2 + ["curve"] * 3 + ["line"] * 3 + ["plane"] * 4
     assert_same_numbers(out, finished[0])
     assert len(json.loads((out / "environment.json").read_text())) == sessions
+
+
+def test_ctrl_c_keeps_the_epochs_that_were_fitted(
+    pair: tuple[Path, Path], finished: tuple[Path, list[Step]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(*arguments: Any, **options: Any) -> Iterator[FitRecord]:
+        for record in fit_curve(*arguments, **options):
+            signal.raise_signal(signal.SIGINT)  # before the epoch is handed on
+            yield record
+
+    fit_curve = connectivity.fit_curve
+    words = [*pair, "--out", tmp_path / "job", "--epochs", 2, "--points", 3, "--grid", 2, "--batch-size", 256]
+    words = ["connect", *map(str, [*words, "--lr", 0.02])]
+    monkeypatch.setattr(connectivity, "fit_curve", pressed)
+    stopped = CliRunner().invoke(cli.app, words)
+    assert stopped.exit_code == console.INTERRUPTED
+    assert "Stopping after this epoch or point" in stopped.stderr
+    assert "the same command goes on" in stopped.stderr
+    assert checkpoint.epochs(tmp_path / "job" / "checkpoints") == [1]
+    monkeypatch.setattr(connectivity, "fit_curve", fit_curve)
+    assert CliRunner().invoke(cli.app, words).exit_code == 0
+    assert_same_numbers(tmp_path / "job", finished[0])
 
 
 def test_an_epoch_that_was_not_saved_is_fitted_again(

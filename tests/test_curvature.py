@@ -532,6 +532,9 @@ def test_bad_eigenpair_requests_are_refused() -> None:
     op, _ = with_spectrum(LEADING)
     with pytest.raises(ValueError, match="which"):
         top_eigenpairs(op, 2, which="smallest")
+    for tolerance in (math.nan, -1.0, math.inf):
+        with pytest.raises(ValueError, match=f"tolerance is {tolerance}"):
+            top_eigenpairs(op, 1, tolerance=tolerance)
     with pytest.raises(ValueError, match="k is 11"):
         top_eigenpairs(op, 11)
     with pytest.raises(ValueError, match="basis_size"):

@@ -459,6 +459,8 @@ class Net(nn.Linear):
 def needs_more(num_classes, width): return nn.Linear(width, num_classes)
 def returns_a_number(): return 3
 number = 3
+def broken():
+    raise RuntimeError("no weights here")
 """
 
 
@@ -466,6 +468,7 @@ number = 3
 def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models_of_a_user.py").write_text(OWN_MODELS)
     (tmp_path / "models_that_lack_a_package.py").write_text("import no_such_package")
+    (tmp_path / "models_with_a_slip.py").write_text("def net():\n    return (\n")
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -498,6 +501,11 @@ def test_a_users_callable_gets_the_classes_as_it_wants_them(attribute: str, shap
         ("models_of_a_user:needs_more", "num_classes=7, but missing a required argument: 'width'; wrap it"),
         ("models_of_a_user:returns_a_number", "returned a value of type int; it must return a torch.nn.Module"),
         ("builtins:dict", "no signature found .*wrap it"),
+        (
+            "models_of_a_user:broken",
+            r"raised RuntimeError: no weights here \(.*models_of_a_user.py, line 16\); DIRPRUNE",
+        ),
+        ("models_with_a_slip:net", r"raised SyntaxError: .*never closed \(.*models_with_a_slip.py, line 2\)"),
     ],
 )
 def test_a_users_callable_that_cannot_work_is_named_with_the_remedy(spec: str, problem: str) -> None:

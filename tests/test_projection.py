@@ -27,6 +27,7 @@ from dirprune.lab.spectrum import (
     Guarded,
     Journal,
     Lanczos,
+    NotKept,
     Progress,
     conv_precision,
     leading_eigenpairs,
@@ -187,6 +188,18 @@ def test_an_interrupted_epoch_goes_on(trained: dict[str, Run], tmp_path: Path) -
     whole = rows_of(project(trained["sgd"], [trained["grda"]], tmp_path / "whole", **options))
     assert rows_of(events) == whole
     assert not list(tmp_path.glob("products-*"))
+
+
+def test_without_room_for_its_products_a_computation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: Path, *_: object) -> None:
+        raise OSError(28, "No space left on device", str(folder))
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    op = Counting()
+    journal, vectors = Journal(op, tmp_path), torch.eye(50)
+    with pytest.warns(NotKept, match="No space left on device; products are not kept any more"):
+        torch.testing.assert_close(journal @ vectors[0], op @ vectors[0])
+    torch.testing.assert_close(journal @ vectors[1], op @ vectors[1])  # without another word
 
 
 def test_a_journal_believes_only_products_of_the_same_vector_that_are_whole(tmp_path: Path) -> None:

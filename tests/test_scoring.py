@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import prune
 
-from dirprune.lab import recipes, runs
+from dirprune.lab import checkpoint, recipes, runs
 from dirprune.lab.direction_plots import score_figure
 from dirprune.lab.experiment import conduct
 from dirprune.lab.plots import save
@@ -120,10 +120,35 @@ def test_a_sparsity_out_of_reach_is_said_and_not_measured() -> None:
     assert (pruned == 0).tolist() == [True, True, False, False]
 
 
+def test_products_are_kept_until_all_is_measured(run: Run, tmp_path: Path) -> None:
+    options = {"ks": (5,), "sparsities": GRID, "samples": 20, "lanczos": QUICK, "device": CPU}
+    events = score(run, tmp_path, **options)
+    while next(events).products < 4:
+        pass
+    events.close()
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "products").glob("*.pt")}
+    assert len(kept) == 4
+    events = score(run, tmp_path, **options)
+    while next(events).products < 6:
+        pass
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept  # read, not made again
+    assert rows_of(events) == measure(run, tmp_path / "whole", ks=(5,))
+    assert not (tmp_path / "products").exists()
+
+
+def test_initial_weights_are_pruned_on_request_alone(run: Run, tmp_path: Path) -> None:
+    young = runs.create(tmp_path / "young", run.recipe)
+    checkpoint.save(young.checkpoints, 0, {"epoch": 0, "model": runs.weights_of(run)[1]})
+    with pytest.raises(ValueError, match="young has its initial weights alone; train it, or give --epoch 0"):
+        measure(young, tmp_path / "out")
+    assert measure(young, tmp_path / "out", ks=(0,), epoch=0)
+
+
 def test_finished_rows_are_kept_and_missing_ones_added(run: Run, tmp_path: Path) -> None:
     first = measure(run, tmp_path)
     again = list(score(run, tmp_path, ks=(0, 5), sparsities=GRID, samples=20, lanczos=QUICK, device=CPU))
-    assert again == first  # and no Progress: no product was needed
+    assert [step for step in again if isinstance(step, ScoreRow)] == first
+    assert {step.what for step in again if isinstance(step, Progress)} == {"pruned networks"}  # no product was needed
     more = measure(run, tmp_path, sparsities=(*GRID, 0.5))
     assert [row for row in more if row.wanted != 0.5] == first
     assert {(row.method, row.k) for row in more if row.wanted == 0.5} == {(row.method, row.k) for row in first}

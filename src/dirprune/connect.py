@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from dirprune.graphs import Captured
-from dirprune.landscape import Evaluator, Loaders, LossFn, Measurement, means, profile_points, tally
+from dirprune.landscape import Batch, Evaluator, Loaders, LossFn, Measurement, means, profile_points, tally
 from dirprune.weights import Weights, check_alike, flatten, unflatten
 
 
@@ -49,6 +49,11 @@ class BezierCurve(nn.Module):
         super().__init__()
         if bends < 0:
             raise ValueError(f"bends is {bends}; give 0 for the straight line or a positive number of control points")
+        for name, weights in (("start", start), ("end", end)):
+            if not isinstance(weights, Mapping):
+                raise ValueError(
+                    f"{name} is a {type(weights).__name__}; give weights by name, as take(model) returns them"
+                )
         self._like = {name: tensor.detach().to("meta") for name, tensor in start.items()}
         # Flat vectors: a point of the curve is a few large operations, however many layers the network has. Endpoints
         # are checkpoints already, hence not persistent: the state of the curve is its bends.
@@ -108,7 +113,8 @@ def fit_curve(
     ``(seed, epoch)``: to resume, load the states of curve and optimizer and go on at ``first_epoch``.
 
     Args:
-        loaders: ``loaders.train.epoch(e)`` gives the minibatches of epoch e = first_epoch … epochs.
+        loaders: ``loaders.train.epoch(e)`` gives the minibatches of epoch e = first_epoch … epochs; a DataLoader, or
+            whatever else has no ``epoch``, is iterated anew for each.
         optimizer: one over ``curve.parameters()``; by default SGD with lr .1 and momentum .9, as published for VGG16.
         schedule: the learning rate of epoch e; by default the optimizer's own.
         loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch.
@@ -126,6 +132,8 @@ def fit_curve(
 
     Reference: Garipov et al. 2018, section 3.2. Raises FloatingPointError after an epoch that left the finite numbers.
     """
+    if epochs < 1:
+        raise ValueError(f"epochs is {epochs}; a fit needs at least one")
     optimizer = _checked(model, curve, optimizer, capture)
     kind = _CapturedFitStep if capture else _FitStep
     step = kind(model, curve, optimizer, loss_fn, autocast, channels_last, compiled)
@@ -135,13 +143,18 @@ def fit_curve(
         step.reset()
         totals = torch.zeros(3, dtype=torch.float64, device=curve.bends[0].device)
         with _seeded(seed * 1_000_003 + epoch, curve.bends[0].device):
-            for inputs, targets in loaders.train.epoch(epoch):
+            for inputs, targets in _minibatches(loaders.train, epoch):
                 t = torch.rand((), dtype=torch.float64, device="cpu").item()
                 totals += step(inputs, targets, t)
         loss, error = means(totals, "loaders.train.epoch")
         if not (math.isfinite(loss) and all(bend.isfinite().all() for bend in curve.bends)):
             raise FloatingPointError(f"the fit diverged in epoch {epoch} (mean loss {loss}, lr {lr:g}); lower lr")
         yield FitRecord(epoch, lr, loss, 100 - error, time.perf_counter() - began)
+
+
+def _minibatches(train: Any, epoch: int) -> Iterable[Batch]:
+    batches: Iterable[Batch] = train.epoch(epoch) if hasattr(train, "epoch") else train
+    return batches
 
 
 class _FitStep:

@@ -318,7 +318,7 @@ def lanczos_steps(
     tensor([49., 48.])
     """
     size = min(op.size, 3 * k + 20 if basis_size is None else basis_size)
-    _check_request(op, k, which, size, max_iterations)
+    _check_request(op, k, which, size, tolerance, max_iterations)
     generator = torch.Generator(op.device).manual_seed(seed)
     # Rows are basis vectors. The operator projected on them is small: float64, on the host.
     basis = torch.zeros(size, op.size, dtype=op.dtype, device=op.device)
@@ -358,13 +358,17 @@ def lanczos_steps(
         alone = closed
 
 
-def _check_request(op: SymmetricOperator, k: int, which: str, size: int, max_iterations: int) -> None:
+def _check_request(op: SymmetricOperator, k: int, which: str, size: int, tolerance: float, max_iterations: int) -> None:
     if which not in ("largest", "magnitude"):
         raise ValueError(f"which is {which!r}; choose 'largest' or 'magnitude'")
     if not 1 <= k <= op.size:
         raise ValueError(f"k is {k}; an operator of size {op.size} has 1 to {op.size} eigenpairs")
     if size < min(k + 2, op.size):
         raise ValueError(f"basis_size is {size}; {k} eigenpairs need at least {k + 2}")
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(
+            f"tolerance is {tolerance}; give the greatest residual to accept, relative to max|λ|: e.g. 1e-4"
+        )
     if max_iterations < k:
         raise ValueError(f"max_iterations is {max_iterations}; {k} eigenpairs need at least {k}")
 

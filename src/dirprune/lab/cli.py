@@ -141,7 +141,7 @@ def train(
     """
     with clear_errors():
         from dirprune.lab import recipes, runs
-        from dirprune.lab.follow import follow
+        from dirprune.lab.follow import device_of, follow
 
         chosen = _changed(
             recipes.get(recipe),
@@ -168,6 +168,8 @@ def train(
             idle := [name for name, value in (("--c", c), ("--mu", mu)) if value is not None]
         ):
             say(f"{' and '.join(idle)} only matter to gRDA: SGD trains without.")
+        if lean and chosen.execution(device_of(device).type).precision != "bfloat16":
+            say("--lean does nothing in float32; add --precision bfloat16.")
         folder = out or runs.unused(Path("runs") / runs.default_name(chosen))
         factor = chosen.schedule.factor(1, chosen.epochs)
         if chosen.schedule.kind != "cosine" and factor < 1:

@@ -36,7 +36,7 @@ def compare(
         typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`; not needed with --no-train or --published."),
     ] = None,
     methods: Annotated[
-        str | None, typer.Option(help="e.g. grda,rigl,magnitude-global.", show_default="all eight, without variants")
+        str | None, typer.Option(help="e.g. grda,rigl,str.", show_default="all eight, without variants")
     ] = None,
     sparsity: Annotated[
         str, typer.Option(help="At which to compare, and for methods that need one preset.")

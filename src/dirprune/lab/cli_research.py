@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dirprune.lab.console import bar, clear_errors, emit, integers, is_terminal, say, show
+from dirprune.lab.console import Interruption, bar, clear_errors, emit, integers, is_terminal, say, show
 
 app = typer.Typer()
 GOES_ON = "Stopped; the same command goes on."
@@ -90,6 +90,8 @@ def project(
         from dirprune.lab.tables import read_rows
 
         sgd = runs.load(sgd_run)
+        where = device_of(device)
+        _tell_precision(precision, where.type)
         steps = projecting(
             sgd,
             [runs.load(path) for path in grda_run],
@@ -105,7 +107,7 @@ def project(
                 seed,
                 by_loss=_ranks("--by-loss", by_loss) if by_loss is not None else None,
             ),
-            device=device_of(device),
+            device=where,
             root=data or sgd.last_root(),
         )
         rows = _collect(steps, ProjectionRow)
@@ -149,6 +151,8 @@ def score(
         from dirprune.lab.spectrum import Lanczos
 
         found = runs.load(run)
+        where = device_of(device)
+        _tell_precision(precision, where.type)
         steps = scoring(
             found,
             out,
@@ -157,7 +161,7 @@ def score(
             samples=samples,
             recalibrate=recalibrate,
             lanczos=Lanczos(examples, batch_size, precision, tolerance, max_iterations, seed),
-            device=device_of(device),
+            device=where,
             root=data or found.last_root(),
         )
         rows = _collect(steps, ScoreRow)
@@ -221,7 +225,12 @@ def connect(
         root = data or runs.load(run_a).last_root()
         where = device_of(device)
         job = connecting(run_a, run_b, out, options, epoch_a=epoch_a, epoch_b=epoch_b, device=where, root=root)
-        with closing(job) as steps, bar("connect", total=None) as advance:
+        interruption = Interruption()
+        with (
+            interruption.listening("epoch or point"),
+            closing(job) as steps,
+            bar("connect", total=None) as advance,
+        ):
             stage, done = "", 0
             for step in steps:
                 if step.stage != stage:
@@ -229,13 +238,17 @@ def connect(
                     advance(0, restart=stage)
                 advance(step.done - done, note=step.note, total=step.total)
                 done = step.done
+                if interruption():
+                    break
+        if interruption():
+            raise KeyboardInterrupt
         if is_terminal():
             show(*table(out))
             for note in notes(out):
                 say(note)
         else:
             emit(json.loads((out / "summary.json").read_text()))
-        say(f"Numbers, weights of the bend and figures: {out}")
+        say(f"Numbers, {'weights of the bend ' if fit else ''}and figures: {out}")
 
 
 @app.command()
@@ -299,6 +312,11 @@ def _collect(steps: Any, row_type: type) -> list[Any]:
             advance(step.products - done, note=residual)
             done = step.products
     return rows
+
+
+def _tell_precision(precision: str, device: str) -> None:
+    if precision == "tf32" and device != "cuda":
+        say("Only a GPU has tf32: here it is float32.")
 
 
 def _yes(flag: bool) -> str:

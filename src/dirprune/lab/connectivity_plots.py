@@ -143,9 +143,11 @@ def _round_numbers(low: float, high: float) -> list[float]:
 
 def _marks(axes: Axes, points: Sequence[Point], names: tuple[str, str]) -> None:
     """Mark the solutions, the bend and the curve, with a dark rim that stands out on every colour."""
-    along = [(x, y) for name, x, y in points if name == "curve"]
+    corner = {name: np.array([x, y]) for name, x, y in points if name != "curve"}
+    t = np.linspace(0, 1, 101)[:, None]
+    along = (1 - t) ** 2 * corner["start"] + 2 * t * (1 - t) * corner["bend"] + t**2 * corner["end"]
     rim = [withStroke(linewidth=3, foreground="#000000")]
-    axes.plot(*zip(*along, strict=True), color="#FFFFFF", linewidth=1.4, path_effects=rim, label="fitted curve")
+    axes.plot(*along.T, color="#FFFFFF", linewidth=1.4, path_effects=rim, label="fitted curve")
     style = {"start": ("o", names[0], 1), "end": ("s", names[1], 4), "bend": ("^", "bend", 5)}
     for name, x, y in points:
         if name in style:

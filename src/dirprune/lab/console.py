@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -31,6 +30,8 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 from rich.text import Text
+
+from dirprune.lab.files import to_json
 
 INTERRUPTED = 130
 QUIET = 10.0  # seconds without a word, where no bar is seen
@@ -65,7 +66,7 @@ def _fill(line: str, width: int) -> str:
 def emit(values: Mapping[str, Any]) -> None:
     """Print a result for a machine."""
     try:
-        print(json.dumps(values), flush=True)
+        print(to_json(values), flush=True)
     except BrokenPipeError:  # the reader has seen enough; that is no reason to stop
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
@@ -110,9 +111,13 @@ def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith("dirprune.")
 
 
+_NOT_THERE = (PermissionError, FileExistsError, NotADirectoryError)
+
+
 def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        remedy = "; choose another folder" if isinstance(error, _NOT_THERE) else ""
+        return f"{error.strerror}: {error.filename}{remedy}" if error.filename else error.strerror
     return str(error)
 
 
@@ -229,18 +234,18 @@ class Interruption:
         return time.monotonic() >= self._end
 
     @contextmanager
-    def listening(self, *, quietly: bool = False) -> Iterator[Interruption]:
-        """Listen for the signals; the first one says what it does, unless another process says it."""
-        after: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_IGN}
+    def listening(self, after: str = "epoch", *, quietly: bool = False) -> Iterator[Interruption]:
+        """Listen for the signals; the first one says ``after`` what it stops, unless another process says it."""
+        then: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_IGN}
 
         def first(signum: int, frame: object) -> None:
             self.asked = True
-            for each, handler in after.items():
+            for each, handler in then.items():
                 signal.signal(each, handler)
             if not quietly:
-                say("Stopping after this epoch; press Ctrl-C again to stop at once.")
+                say(f"Stopping after this {after}; press Ctrl-C again to stop at once.")
 
-        before = {each: signal.signal(each, first) for each in after}
+        before = {each: signal.signal(each, first) for each in then}
         try:
             yield self
         finally:

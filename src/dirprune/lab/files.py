@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,4 +31,21 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Replace a file by this content as JSON."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    write_text(path, to_json(content, indent=1) + "\n")
+
+
+def to_json(content: Any, indent: int | None = None) -> str:
+    """Return the content as JSON, which knows neither nan nor infinity: they are null.
+
+    >>> to_json({"a": [1.5, float("nan")]})
+    '{"a": [1.5, null]}'
+    """
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    return [_finite(value) for value in content] if isinstance(content, list | tuple) else content

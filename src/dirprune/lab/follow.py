@@ -222,4 +222,6 @@ def _conclude(run: Run, quiet: bool) -> bool:
         f"{last.sparsity:.2%} of all parameters are zero. Look at it with:"
     )
     say(f"    dirprune report {shlex.quote(str(run.folder))}")
+    if last.weight_sparsity == 1 and run.recipe.pruner == "grda":
+        say(f"Every weight is zero: the threshold grew past all of them. Lower --c, now {run.recipe.c:g}.")
     return True

@@ -162,6 +162,10 @@ def _choose_epochs(runs: Sequence[Run], wanted: Iterable[int] | None) -> list[in
     if wanted is None:
         return common
     chosen = sorted(set(wanted))
+    if 0 in chosen:
+        raise ValueError(
+            "epochs=0: the initial weights are the same, and there is no difference to look at; leave 0 out"
+        )
     if lacking := [epoch for epoch in chosen if epoch not in common]:
         raise ValueError(f"epochs={lacking}: not all runs have these checkpoints; they share {common}")
     return chosen

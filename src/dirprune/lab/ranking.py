@@ -108,14 +108,15 @@ def _stand(asked: float, method: str, seeds: dict[int, list[Point]]) -> Standing
     every = [read_at(points, asked) for _, points in sorted(seeds.items())]
     there = [reading for reading in every if reading.is_there]
     readings = there or every
+    sparsity = Spread.of([reading.sparsity for reading in readings]).mean
     return Standing(
         asked=asked,
         rank=int(bool(there)),
         method=method,
-        sparsity=Spread.of([reading.sparsity for reading in readings]).mean,
+        sparsity=sparsity,
         accuracy=Spread.of([reading.accuracy for reading in readings]),
         seeds=len(readings),
-        source=readings[0].source,
+        source=readings[0].source if there or len(every) == 1 else f"nearest runs, {sparsity:.1%} on average",
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import platform
 import re
@@ -32,7 +33,7 @@ import torch
 import dirprune
 from dirprune import SparsityReport
 from dirprune.lab import checkpoint
-from dirprune.lab.files import write_json, write_text
+from dirprune.lab.files import to_json, write_json, write_text
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.train import EpochRecord
 from dirprune.zeros import LayerSparsity
@@ -101,7 +102,7 @@ class Run:
             lines.pop()
         records: list[EpochRecord] = []
         try:
-            records.extend(EpochRecord(**json.loads(line)) for line in lines)
+            records.extend(_record(json.loads(line)) for line in lines)
         except (ValueError, TypeError) as error:
             number = len(records) + 1
             raise ValueError(f"line {number} of {path} is not an epoch record: {error}; mend it by hand") from error
@@ -125,7 +126,7 @@ class Run:
 
     def append(self, record: EpochRecord) -> None:
         with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(record.to_dict()) + "\n")
+            file.write(to_json(record.to_dict()) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -140,7 +141,7 @@ class Run:
     def rewind(self, epoch: int) -> None:
         """Forget the records after ``epoch``, and the outcome: training goes on from there and writes them again."""
         kept = [record for record in self.records() if record.epoch <= epoch]
-        text = "".join(json.dumps(record.to_dict()) + "\n" for record in kept)
+        text = "".join(to_json(record.to_dict()) + "\n" for record in kept)
         write_text(self.folder / "metrics.jsonl", text)
         if epoch < self.recipe.epochs:
             (self.folder / "outcome.json").unlink(missing_ok=True)
@@ -276,6 +277,12 @@ def _processor() -> str:
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else []
     return f"{names[0]}, {len(names)} cores" if names else f"{platform.machine()} CPU"
+
+
+def _record(values: dict[str, Any]) -> EpochRecord:
+    """Return the record that a line of metrics.jsonl is, where null stands for what is not a number."""
+    known: dict[str, Any] = {name: math.nan if value is None else value for name, value in values.items()}
+    return EpochRecord(**known)
 
 
 def _is_whole(line: str) -> bool:

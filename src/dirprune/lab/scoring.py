@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 from dirprune.curvature import hessian_diagonal, inner
 from dirprune.direction import directional_prune, directional_score, lam_for_sparsity
 from dirprune.lab.runs import Run, environment, weights_of
-from dirprune.lab.spectrum import Lanczos, Progress, Subject, conv_precision, leading_eigenpairs, subject
+from dirprune.lab.spectrum import Journal, Lanczos, Progress, Subject, conv_precision, leading_eigenpairs, subject
 from dirprune.lab.tables import read_rows, settle, write_rows
 from dirprune.lab.train import evaluate, recalibrate_batchnorm
 from dirprune.weights import flatten, put, take, unflatten
@@ -22,6 +23,7 @@ SPARSITIES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 KS = (0, 10, 30, 100)
 DEFAULT = Lanczos(tolerance=1e-5, max_iterations=2000)
 """Tighter than `Lanczos` by itself: the hundredth eigenvalue is about a hundredth of the first, or less."""
+PRODUCTS = "products"
 DIAGONAL_BLOCK = 10
 
 Pruner = Callable[[float], tuple[float, Tensor]]
@@ -86,7 +88,7 @@ def score(
 
     Every parameter may be pruned, biases too. Directional pruning (Definition 1) moves the weights it leaves; the other
     two leave them as they are. Rows are kept in score.csv in ``out``, the eigenvalues in eigenvalues.csv; what is there
-    is not measured again.
+    is not measured again. The Hessian products are kept until all is done, 4 bytes a weight and product.
 
     Args:
         run: a finished run, usually SGD's.
@@ -102,7 +104,9 @@ def score(
     """
     lanczos, ks, grid = lanczos or DEFAULT, sorted(set(ks)), sorted(set(sparsities))
     _check(ks, grid, samples)
-    epoch, state = weights_of(run, epoch)
+    given, (epoch, state) = epoch, weights_of(run, epoch)
+    if epoch == 0 and given is None:
+        raise ValueError(f"{run.folder} has its initial weights alone; train it, or give --epoch 0 to prune those")
     settings = {"run": run.folder.name, "epoch": epoch, "samples": samples, "recalibrate": recalibrate}
     settle(out, {**settings, **asdict(lanczos)}, environment(device))
     rows = {(row.method, row.k, row.wanted): row for row in read_rows(out / "score.csv", ScoreRow)}
@@ -112,6 +116,7 @@ def score(
     w = flatten(take(bench.model))
     needed = [k for k in ks if any(("directional", k, wanted) not in rows for wanted in grid)]
     vectors = yield from _eigenvectors(bench, w, max(needed, default=0), lanczos, out)
+    done = 0
     for method, k in [("magnitude", 0), ("brain-damage", 0), *(("directional", k) for k in ks)]:
         if any((method, k, wanted) not in rows for wanted in grid):
             prune = yield from _pruner(method, bench, w, vectors[:, :k], samples, lanczos.seed)
@@ -122,6 +127,9 @@ def score(
                 bench.load(state)
                 write_rows(out / "score.csv", ScoreRow, rows.values())
             yield rows[method, k, wanted]
+            done += 1
+            yield Progress("pruned networks", done, (2 + len(ks)) * len(grid), unit="networks")
+    shutil.rmtree(out / PRODUCTS, ignore_errors=True)
 
 
 def _pruner(
@@ -177,7 +185,8 @@ def _eigenvectors(bench: Subject, w: Tensor, k: int, lanczos: Lanczos, out: Path
     """Yield the progress; write the eigenvalues and return the eigenvectors, those of positive eigenvalues."""
     if not k:
         return w.new_empty(len(w), 0)
-    pairs, goal = yield from leading_eigenpairs(bench.hessian, k, lanczos, what="eigenpairs", judge=bench.judge)
+    journal = Journal(bench.hessian, out / PRODUCTS)
+    pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what="eigenpairs", judge=bench.judge)
     shares = (inner(pairs.vectors.T, w.sign()) ** 2 / len(w)).tolist()
     found = zip(pairs.values.tolist(), pairs.residuals.tolist(), shares, strict=True)
     rows = [SpectrumRow(i, value, r, r <= goal, share) for i, (value, r, share) in enumerate(found, start=1)]

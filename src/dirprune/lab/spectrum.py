@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -59,6 +60,8 @@ class Lanczos:
             raise ValueError(f"precision={self.precision!r} is not known; take one of {', '.join(PRECISIONS)}")
         if self.examples is not None and self.examples < 1:
             raise ValueError(f"examples={self.examples}: give a positive number, or none for the whole training set")
+        if not 0 <= self.tolerance < math.inf:
+            raise ValueError(f"tolerance={self.tolerance}: give the greatest residual to accept, e.g. 1e-3")
         first, last = self.by_loss or (0, None)
         if first < 0 or (last is not None and last <= first):
             raise ValueError(f"by_loss={self.by_loss}: give a first rank from 0, and a last one above it or none")
@@ -198,6 +201,10 @@ class Guarded:
                 return self._op @ vector
 
 
+class NotKept(UserWarning):
+    """There is no room for what would save work after a stop."""
+
+
 class Journal:
     """An operator that keeps its products in a folder: Lanczos, begun again, reads them and goes on where it was.
 
@@ -206,7 +213,7 @@ class Journal:
     """
 
     def __init__(self, op: SymmetricOperator, folder: Path) -> None:
-        self._op, self._folder, self._count = op, folder, 0
+        self._op, self._folder, self._count, self._keeps = op, folder, 0, True
         self.size, self.dtype, self.device = op.size, op.dtype, op.device
 
     def __matmul__(self, vector: Tensor) -> Tensor:
@@ -217,8 +224,21 @@ class Journal:
         product = self._kept(sample)
         if product is None:
             product = self._op @ vector
-            checkpoint.save(self._folder, self._count, {"sample": sample, "product": product.cpu()})
+            self._keep({"sample": sample, "product": product.cpu()})
         return product
+
+    def _keep(self, entry: dict[str, Tensor]) -> None:
+        """Save a product; without it, on a full disk, the computation goes on."""
+        try:
+            if self._keeps:
+                checkpoint.save(self._folder, self._count, entry)
+        except OSError as error:
+            self._keeps = False
+            warnings.warn(
+                f"{self._folder}: {error.strerror}; products are not kept any more, and after a stop computed again",
+                NotKept,
+                stacklevel=3,
+            )
 
     def _kept(self, sample: Tensor) -> Tensor | None:
         path = self._folder / f"epoch-{self._count:04d}.pt"
@@ -257,4 +277,6 @@ def leading_eigenpairs(
         residual = float(step.bounds.max()) / step.scale if step.scale else 0.0
         yield Progress(what, step.iterations, lanczos.max_iterations, residual, lanczos.tolerance)
     yield Progress(f"{what}, true residuals", 0, k)
-    return step.pairs(judge), lanczos.tolerance * step.scale
+    pairs = step.pairs(judge)
+    yield Progress(f"{what}, true residuals", k, k)
+    return pairs, lanczos.tolerance * step.scale

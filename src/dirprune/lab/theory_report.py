@@ -52,6 +52,8 @@ def report(
     out: Path, *, figures: Path | None = None, problems: int = 20, runs: int = 4000, seed: int = 0
 ) -> Iterator[Finding]:
     """Yield what `study` finds; then write theory.csv to ``out``, and theory-*.png to ``figures`` (else ``out``)."""
+    for folder in (out, figures or out):
+        folder.mkdir(parents=True, exist_ok=True)  # what cannot be written is told before the work
     findings: list[Finding] = []
     for event in study(problems=problems, runs=runs, seed=seed):
         if isinstance(event, LimitPath):

@@ -261,5 +261,8 @@ def read_sweeps(texts: Iterable[str]) -> dict[str, list[float]]:
         except ValueError:
             sweeps[name] = []
         if knob != expected or not sweeps[name]:
-            raise ValueError(f"--sweep {text!r} cannot be read; write e.g. --sweep {name}:{expected}=0.5,0.9")
+            raise ValueError(
+                f"--sweep {text!r} cannot be read: what {name} is swept over is {expected}; write "
+                f"--sweep {name}:{expected}=VALUE,VALUE…"
+            )
     return sweeps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -61,16 +62,35 @@ def _build_own(spec: str, classes: int) -> nn.Module:
         raise ValueError(
             f"model={spec!r}: cannot import {module_name!r} ({error}); is it installed, or its folder on PYTHONPATH?"
         ) from error
+    except Exception as error:
+        raise _at_fault(spec, error) from error
     make = getattr(module, attribute, None)
     if not callable(make):
         found = f"is of type {type(make).__name__}" if hasattr(module, attribute) else "does not exist"
         raise ValueError(f"model={spec!r}: {attribute!r} in {module_name!r} {found}; name a function or class there")
-    model = make(**_class_argument(spec, make, classes))
+    arguments = _class_argument(spec, make, classes)
+    try:
+        model = make(**arguments)
+    except Exception as error:
+        raise _at_fault(spec, error) from error
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model={spec!r} returned a value of type {type(model).__name__}; it must return a torch.nn.Module"
         )
     return model
+
+
+def _at_fault(spec: str, error: Exception) -> ValueError:
+    """Return the error of a user's own code, with its place."""
+    if isinstance(error, SyntaxError):
+        file, line = error.filename, error.lineno
+    else:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        file, line = place.filename, place.lineno
+    what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    return ValueError(
+        f"model={spec!r} raised {what} ({file}, line {line}); DIRPRUNE_TRACEBACK=1 shows how it came there"
+    )
 
 
 def _class_argument(spec: str, make: Callable[..., Any], classes: int) -> dict[str, int]:
