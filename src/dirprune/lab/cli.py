@@ -327,7 +327,7 @@ def recipes() -> None:
             emit(recipe.to_dict())
         return
     rows = [(r.name, r.about + _published(r.published), str(r.epochs), f"{r.c:g}", f"{r.mu:g}") for r in found]
-    show("dirprune train RECIPE", ("recipe", "what", "epochs", "c", "μ"), rows, left=2)
+    show("dirprune train RECIPE", ("recipe", "what", "epochs", "c", "μ"), rows, left=2, spare=("c", "μ"))
 
 
 @app.command()
