@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy, relu
 from torch.optim import SGD, Adam
 
 from dirprune.lab import data, models
-from dirprune.lab.baselines.amc import Amc, describe, play, search
-from dirprune.lab.baselines.ddpg import Agent
+from dirprune.lab.baselines.amc import NOISE, Amc, describe, play, search
+from dirprune.lab.baselines.ddpg import MEMORY, Agent
 from dirprune.lab.baselines.magnitude import Magnitude
 from dirprune.lab.baselines.method import prunable
 
@@ -153,3 +153,32 @@ def test_any_sparsity_can_be_reached_without_saying_how_sparse_a_layer_may_be() 
     method = Amc(sparsity=0.997, reward=lambda model: 0.0, at=0.0, warmup=1, episodes=1)
     method.attach(model, SGD(model.parameters(), lr=0.1), steps=1, examples=1)
     assert method.sparsity().weight_fraction == pytest.approx(0.997, abs=1e-4)
+
+
+def test_the_last_episode_is_the_agent_s_own_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    noises: list[float] = []
+    act = Agent.act
+
+    def watched(self: Agent, state: Tensor, *, noise: float = 0.0) -> Tensor:
+        noises.append(noise)
+        return act(self, state, noise=noise)
+
+    monkeypatch.setattr(Agent, "act", watched)
+    search(torch.eye(2), [100, 100], sum, sparsity=0.5, warmup=2, episodes=3)
+    assert noises[:2] == [NOISE] * 2
+    assert noises[-2:] == [0.0, 0.0]
+
+
+def test_the_memory_forgets_the_oldest_episode() -> None:
+    agent = Agent(features=1)
+    for i in range(MEMORY + 1):
+        agent.remember(torch.zeros(1, 1), torch.zeros(1), float(i))
+    assert [agent.episodes[0][2], agent.episodes[-1][2]] == [1.0, float(MEMORY)]
+
+
+def test_the_unit_of_the_reward_does_not_matter() -> None:
+    found = [
+        search(torch.eye(2), [100, 100], lambda s, k=k: k * (s[0] - 2 * s[1]), sparsity=0.5, warmup=5, episodes=10)
+        for k in (1.0, 1024.0)
+    ]
+    assert found[0] == pytest.approx(found[1], abs=1e-3)

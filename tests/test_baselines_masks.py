@@ -16,6 +16,7 @@ from dirprune import GRDA
 from dirprune.lab import models
 from dirprune.lab.baselines.magnitude import Magnitude, cubic_sparsity, global_masks, layer_masks
 from dirprune.lab.baselines.masks import Masked, keep_largest, whole_counts
+from dirprune.lab.baselines.method import prunable
 from dirprune.lab.baselines.rigl import RigL
 
 METHODS: list[Callable[[], Masked]] = [
@@ -177,3 +178,45 @@ def test_a_sparsity_for_every_layer_by_name() -> None:
 def test_bad_options_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Magnitude(**options)
+
+
+def attached(method: Magnitude, steps: int) -> Magnitude:
+    model = nn.Linear(10, 10)
+    method.attach(model, SGD(model.parameters(), lr=0.1), steps=steps, examples=1)
+    return method
+
+
+@pytest.mark.parametrize("options", [{"sparsity": 0.8, "allocation": "global"}, {"sparsity": {"": 0.8}}])
+def test_however_it_is_divided_sparsity_grows_by_the_cubic_schedule(options: dict[str, object]) -> None:
+    method = attached(Magnitude(**options, start=0.0, end=1.0, every=1), steps=4)
+    method.after_step(2)
+    assert method.sparsity().weight_fraction == pytest.approx(0.8 * (1 - 0.5**3))
+
+
+def test_masks_are_set_from_the_start_on_every_so_many_steps_and_at_the_end() -> None:
+    method = attached(Magnitude(sparsity=0.8, start=0.25, end=1.0, every=4), steps=20)
+    changed = []
+    for number in range(1, 21):
+        before = int(method.masks[""].sum())
+        method.after_step(number)
+        if int(method.masks[""].sum()) != before:
+            changed.append(number)
+    assert changed == [9, 13, 17, 20]
+
+
+def test_masks_stay_where_a_recorded_step_reads_them() -> None:
+    method = attached(Magnitude(sparsity=0.8, start=0.0, end=1.0, every=1), steps=4)
+    mask = method.masks[""]
+    method.after_step(2)
+    assert method.masks[""] is mask
+
+
+@pytest.mark.parametrize("count", [100, 1000, 100_000])
+def test_of_equal_weights_the_first_are_kept(count: int) -> None:
+    assert keep_largest(torch.zeros(count), count // 2)[: count // 2].all()
+
+
+def test_layers_that_share_their_weight_are_one() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    assert list(prunable(model)) == ["0"]

@@ -135,3 +135,9 @@ def test_bad_options_are_refused(options: dict[str, float], message: str) -> Non
 def test_no_density_is_refused() -> None:
     with pytest.raises(ValueError, match="density=0"):
         erk_densities([(3, 3)], 0.0)
+
+
+def test_connections_that_are_there_stay_before_those_that_are_not_though_they_be_zero() -> None:
+    mask = torch.tensor([False, True, True, True])
+    weight, gradient = torch.tensor([0.0, 0.0, 5.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 9.0])
+    assert move_connections(weight, gradient, mask, 1).tolist() == mask.tolist()

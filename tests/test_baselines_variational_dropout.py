@@ -139,3 +139,27 @@ def test_what_has_no_twin_is_refused_and_grda_leaves_the_noise_alone() -> None:
 def test_bad_options_are_refused(option: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{option}={value}"):
         VariationalDropout(**{option: value})
+
+
+def attached(**options: float) -> tuple[nn.Linear, VariationalDropout]:
+    model, method = nn.Linear(4, 2), VariationalDropout(**options)
+    method.attach(model, SGD(model.parameters(), lr=0.1), steps=10, examples=100)
+    return model, method
+
+
+def test_derivatives_are_finite_where_inputs_or_weights_are_zero() -> None:
+    model, _ = attached()
+    model(torch.zeros(3, 4)).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    model, method = attached(anneal=0.0)
+    nn.init.zeros_(model.weight)
+    penalty = method.penalty()
+    assert penalty is not None
+    penalty.backward()
+    assert model.weight.grad.isfinite().all()
+    assert model.rho.grad.isfinite().all()
+
+
+def test_outputs_are_finite_however_large_the_noise() -> None:
+    model, _ = attached(start=500.0)
+    assert model(torch.ones(3, 4)).isfinite().all()

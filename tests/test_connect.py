@@ -353,6 +353,34 @@ def test_compiled_networks_fit_and_measure_as_plain_ones(monkeypatch: pytest.Mon
     assert set(compiled_for) == {(16, 3, 8, 8), (8, 3, 8, 8)}
 
 
+def test_control_points_are_copies() -> None:
+    curve = BezierCurve({"w": torch.zeros(2)}, {"w": torch.ones(2)})
+    for point in curve.control_points():
+        point["w"].fill_(9.0)
+    assert curve.point(0.5)["w"].tolist() == [0.5, 0.5]
+
+
+def test_a_fit_whose_last_step_leaves_the_numbers_is_refused() -> None:
+    loaders = SimpleNamespace(train=[(torch.eye(2), torch.tensor([0, 1]))])
+    curve = BezierCurve({"weight": torch.eye(2)}, {"weight": -torch.eye(2)})
+    optimizer = torch.optim.SGD(curve.parameters(), lr=math.inf)
+    with pytest.raises(FloatingPointError, match="diverged in epoch 1"):
+        list(fit_curve(nn.Linear(2, 2, bias=False), curve, loaders, epochs=1, optimizer=optimizer))
+
+
+def test_a_weight_that_the_network_does_not_use_stays_on_the_line() -> None:
+    class Spare(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2, bias=False)
+            self.spare = nn.Parameter(torch.ones(3))
+
+    start = take(Spare())
+    curve = BezierCurve(start, {name: weight + 1 for name, weight in start.items()})
+    loaders = SimpleNamespace(train=[(torch.eye(2), torch.tensor([0, 1]))])
+    assert len(list(fit_curve(Spare(), curve, loaders, epochs=1))) == 1
+    assert curve.control_points()[1]["spare"].tolist() == [1.5] * 3
+
+
 if torch.cuda.is_available():
 
     def captured_optimizer(curve: BezierCurve, lr: float) -> torch.optim.SGD:

@@ -557,3 +557,27 @@ def test_hutchinson_estimates_the_exact_diagonal() -> None:
     torch.testing.assert_close(hessian_diagonal(op, samples=10), hessian_diagonal(op, samples=10, block_size=3))
     with pytest.raises(ValueError, match="samples"):
         hessian_diagonal(op, samples=0)
+
+
+def test_a_dense_matrix_is_made_symmetric() -> None:
+    matrix = dense(MatrixOperator(torch.tensor([[1.0, 2.0], [4.0, 1.0]])))
+    assert matrix.tolist() == [[1.0, 3.0], [3.0, 1.0]]
+
+
+def test_in_a_lower_precision_the_loss_is_still_that_of_the_upper_one() -> None:
+    seen = set()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        seen.add(outputs.dtype)
+        return nn.functional.mse_loss(outputs, targets)
+
+    data = [(torch.ones(1, 2), torch.zeros(1, 1))]
+    HessianOperator(nn.Linear(2, 1), loss, data, autocast=torch.bfloat16) @ torch.ones(3)
+    assert seen == {torch.float32}
+
+
+def test_in_a_lower_precision_a_network_that_begins_with_batchnorm_gets_inputs_of_its_type() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    data = [(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(4, 1))]
+    op = HessianOperator(model, nn.functional.mse_loss, data, autocast=torch.bfloat16)
+    assert (op @ torch.ones(op.size)).isfinite().all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dirprune.curvature import HessianOperator
+from dirprune.curvature import HessianOperator, MatrixOperator
 from dirprune.direction import (
     directional_path,
     directional_prune,
@@ -171,3 +171,30 @@ def test_bad_input_is_refused_with_a_reason(weights: Weights) -> None:
         directional_prune(weights, {}, 1)
     with pytest.raises(ValueError, match="direction is not defined"):
         eigenspace_share(torch.zeros(5), q)
+
+
+def test_negative_curvature_is_not_flat() -> None:
+    assert nonflat_basis(MatrixOperator(torch.diag(torch.tensor([0.0, 3.0, -2.0])))).shape == (3, 2)
+
+
+def test_the_wanted_number_of_weights_is_pruned_whatever_is_rounded() -> None:
+    w, ones = torch.arange(1.0, 101.0), torch.ones(100)
+    assert 0.07 * 100 > 7
+    assert int((directional_prune(w, ones, lam_for_sparsity(w, ones, 0.07)) == 0).sum()) == 7
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        w, score = (torch.rand(100, generator=generator) + 0.1 for _ in range(2))
+        assert int((directional_prune(w, score, lam_for_sparsity(w, score, 0.5)) == 0).sum()) == 50
+
+
+def test_weights_and_score_are_paired_by_name() -> None:
+    w = {"a": torch.tensor([1.0]), "b": torch.tensor([4.0])}
+    score = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}
+    assert lam_for_sparsity(w, dict(reversed(score.items())), 0.5) == lam_for_sparsity(w, score, 0.5)
+    with pytest.raises(ValueError, match="'a'"):
+        lam_for_sparsity({"a": torch.ones(2)}, {"b": torch.ones(2)}, 0.5)
+
+
+def test_eigenvectors_that_are_not_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="orthonormal"):
+        directional_score(torch.ones(3), torch.full((3, 1), math.nan))

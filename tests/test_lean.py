@@ -82,6 +82,14 @@ def test_what_reads_the_weights_otherwise_keeps_them_in_float32() -> None:
             assert model.weight.dtype == torch.float32
 
 
+def test_weights_of_another_precision_stay_as_they_are_and_old_gradients_go() -> None:
+    exact, model = nn.Linear(4, 2).double(), nn.Linear(4, 2)
+    model(torch.ones(1, 4)).sum().backward()
+    with Lean(exact, GRDA(exact.parameters(), lr=0.1)), Lean(model, GRDA(model.parameters(), lr=0.1)):
+        assert exact.weight.dtype == torch.float64
+        assert model.weight.grad is None
+
+
 if torch.cuda.is_available():
 
     def test_captured_lean_steps_train_as_plain_ones(tmp_path: Path) -> None:

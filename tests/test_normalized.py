@@ -96,3 +96,13 @@ def test_any_layers_compiled_are_the_layers_themselves(convolution: nn.Module, n
     torch.testing.assert_close(same.state_dict(), pair.state_dict())
     for p, q in zip(same.parameters(), pair.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, atol=2e-4, rtol=2e-4)
+
+
+def test_a_norm_with_a_forward_of_its_own_keeps_it() -> None:
+    class Doubled(nn.BatchNorm2d):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return 2 * super().forward(inputs)
+
+    convolution, norm = nn.Conv2d(1, 2, 3), Doubled(2)
+    x = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(compiled(lambda x: convolved(convolution, norm, x))(x), norm(convolution(x)))

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dirprune import GRDA, prunable_groups, sparsity
-from dirprune.update import grow_thresholds
+from dirprune.update import grow_thresholds, soft_threshold
 
 ROOT = Path(__file__).parent.parent
 PATHS: list[dict[str, Any]] = [
@@ -786,3 +786,65 @@ def test_the_first_example_of_a_page_prunes_and_learns(page: str) -> None:
     zeros, accuracy = run("c=0")
     assert zeros == 0
     assert 0.93 < accuracy < 0.95
+
+
+# ---- loading, in detail
+
+
+def stepped(**options: Any) -> tuple[nn.Parameter, GRDA]:
+    """A parameter and its optimizer after one step."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer = GRDA([p], lr=0.1, **options)
+    p.grad = torch.ones(3)
+    optimizer.step()
+    return p, optimizer
+
+
+def test_an_optimizer_shares_nothing_with_the_one_whose_state_it_loaded() -> None:
+    p, source = stepped()
+    q = nn.Parameter(torch.ones(3))
+    other = GRDA([q], lr=0.1)
+    other.load_state_dict(source.state_dict())
+    q.grad = torch.ones(3)
+    other.step()
+    assert (source.state[p]["step"], other.state[q]["step"]) == (1, 2)
+
+
+def test_loading_leaves_no_hooks_behind_whether_it_succeeds_or_not() -> None:
+    _, optimizer = stepped()
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="keys"):
+        optimizer.load_state_dict({})
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+    assert not optimizer._optimizer_load_state_dict_post_hooks
+
+
+@pytest.mark.parametrize("key", ["step", "threshold"])
+def test_a_negative_step_or_threshold_is_not_loaded(key: str) -> None:
+    _, optimizer = stepped()
+    state = optimizer.state_dict()
+    state["state"][0][key] = torch.tensor(-1.0, dtype=torch.float64)
+    with pytest.raises(ValueError, match=key):
+        optimizer.load_state_dict(state)
+
+
+def test_saved_options_are_checked_like_given_ones() -> None:
+    _, optimizer = stepped()
+    state = optimizer.state_dict()
+    state["param_groups"][0]["c"] = -1.0
+    with pytest.raises(ValueError, match="c=-1"):
+        optimizer.load_state_dict(state)
+
+
+def test_a_learning_rate_of_one_element_serves_a_scalar_parameter() -> None:
+    p = nn.Parameter(torch.tensor(1.0))
+    optimizer = GRDA([p], lr=torch.tensor([0.1]), c=0.0, capturable=True)
+    p.grad = torch.tensor(1.0)
+    optimizer.step()
+    assert p.item() == pytest.approx(0.9)
+
+
+def test_no_negative_zeros_are_written_across_memory_formats() -> None:
+    out = torch.empty(64, 64)
+    soft_threshold(torch.full((64, 64), -0.5).t(), 1.0, out=out)
+    assert not torch.signbit(out).any()

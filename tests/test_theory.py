@@ -204,3 +204,31 @@ def test_bad_requests_are_refused_with_a_reason() -> None:
     with pytest.raises(ValueError, match=r"t 0\.05"):
         next(theorem_rows(least_squares(1), [0.1], t=0.05))
     assert math.isclose(next(theorem_rows(least_squares(1), [0.1], t=1.0)).lam, 0.05 * math.sqrt(0.1))
+
+
+def test_without_noise_in_the_gradient_the_limit_has_no_spread() -> None:
+    x = torch.tensor([[1.0, 2.0]], dtype=torch.float64).expand(5, 2)  # one example five times
+    zeros = torch.zeros(1, 2, dtype=torch.float64)
+    problem = LeastSquares(x[None], torch.full((1, 5), 3.0, dtype=torch.float64), zeros)
+    (moments,) = limit_moments(problem, [1.0])
+    assert moments.covariance.abs().max() < 1e-12
+
+
+def test_the_limit_s_covariance_is_integrated_to_fourth_order() -> None:
+    problem = least_squares(1, dimension=4, examples=12, rank=3, noise=1.0)
+    (fine,), (coarse,) = (limit_moments(problem, [1.0], mu=1.0, steps=steps) for steps in (4000, 20))
+    assert (fine.covariance - coarse.covariance).norm() / fine.covariance.norm() < 1e-5
+
+
+def test_the_noise_of_a_simulated_spread_is_that_of_gaussian_samples() -> None:
+    problem = least_squares(1, dimension=6, examples=20, rank=4, noise=1.0)
+    (row,) = limit_rows(problem, [0.01], t=1.0, runs=200)
+    (moments,) = limit_moments(problem, [1.0])
+    values, vectors = torch.linalg.eigh(moments.covariance)
+    half, generator = vectors * values.clamp(min=0).sqrt(), torch.Generator().manual_seed(0)
+    errors = [
+        (torch.cov(half @ torch.randn(6, 200, generator=generator, dtype=half.dtype)) - moments.covariance).norm() ** 2
+        for _ in range(300)
+    ]
+    expected = float((sum(errors) / 300).sqrt() / moments.covariance.norm())
+    assert row.spread_noise == pytest.approx(expected, rel=0.1)

@@ -146,3 +146,14 @@ def test_the_model_is_left_as_it_was() -> None:
     sparsity(model)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_channels_of_an_empty_tensor_are_not_zero() -> None:
+    (layer,) = sparsity({"w": torch.zeros(3, 0)}).layers
+    assert (layer.zero_output_channels, layer.zero_input_channels) == (0, 0)
+
+
+def test_zero_input_channels_alone_are_told() -> None:
+    text = str(sparsity({"w": torch.tensor([[1.0, 0.0], [1.0, 0.0]])}))
+    assert "1/2" in text
+    assert "No output or input channel" not in text

@@ -106,12 +106,12 @@ def lam_for_sparsity(w: Point, score: Point, sparsity: float) -> float:
     """
     if not isinstance(w, Tensor):
         check_alike(w, score, "w", "score")
-        return lam_for_sparsity(flatten(w), flatten(score), sparsity)
+        return lam_for_sparsity(flatten(w), flatten({name: score[name] for name in w}), sparsity)
     if not 0 <= sparsity <= 1:
         raise ValueError(f"sparsity is {sparsity}; it is a fraction of the weights, from 0 to 1")
     size, s = w.abs().double().reshape(-1), score.double().reshape(-1)
     ratios = torch.where(s > 0, size / s, torch.inf).where(size > 0, 0.0)
-    wanted = math.ceil(sparsity * w.numel() - 1e-6)  # 0.3 · 10 is a little more than 3
+    wanted = math.ceil(sparsity * w.numel() - 1e-6)  # 0.07 · 100 is a little more than 7
     reachable = int(ratios.isfinite().sum())
     if wanted > reachable:
         raise ValueError(
