@@ -174,6 +174,43 @@ def test_the_default_sweep_of_str_is_as_strong_as_the_length_and_weight_decay_as
     assert s.item() / start == pytest.approx(end, rel=0.05)
 
 
+def test_the_default_sweep_of_rda_counts_the_rate_at_which_thresholds_grow() -> None:
+    recipe = replace(recipes.get("digits"), lr=0.025)
+    steps, rate = recipe.epochs * 45, recipe.lr / (1 - recipe.momentum)
+    lam = trials.default_sweep(trials.contestant("rda"), recipe, 45)[1]
+    assert lam * steps * rate == pytest.approx(recipe.c * rate**0.5 * (steps * rate) ** recipe.mu, rel=0.01)
+
+
+def test_what_str_loses_in_a_step_counts_momentum() -> None:
+    recipe = replace(recipes.get("digits"), epochs=1, momentum=0.5, lr=0.1, weight_decay=0.0)
+    assert trials.str_decay(recipe, 1) == pytest.approx(0.01 * 0.5 / 0.1)
+
+
+def test_the_exposure_follows_the_schedule_within_an_epoch() -> None:
+    recipe = replace(recipes.get("digits"), epochs=1, momentum=0.0, lr=1.0, schedule=Schedule("cosine"))
+    assert trials.exposure(recipe, 1000) == pytest.approx(500, rel=0.01)
+
+
+def test_seeds_count_from_the_recipe_s_own() -> None:
+    recipe = replace(recipes.get("digits"), seed=3)
+    assert [trial.recipe.seed for trial in plan(recipe, methods=("sgd",), seeds=2, batches=45)] == [3, 4]
+
+
+def test_what_is_named_twice_is_run_once() -> None:
+    assert len(plan(recipes.get("digits"), methods=("sgd", "sgd"), batches=45)) == 1
+    assert trials.read_sweeps(["grda:c=0.1,0.1"]) == {"grda": [0.1]}
+
+
+def test_another_knob_than_the_method_s_is_refused_by_its_name() -> None:
+    with pytest.raises(ValueError, match="what grda is swept over is c; write --sweep grda:c=VALUE,VALUE"):
+        trials.read_sweeps(["grda:foo=1"])
+
+
+def test_a_contestant_brings_its_own_method_alone() -> None:
+    recipe = replace(recipes.get("digits"), optimizer="sgd", method="rigl", options=(("sparsity", 0.9),))
+    assert trials.contestant("sgd").enter(recipe, None).method == ""
+
+
 @pytest.mark.parametrize(("name", "betas"), [("digits", (0.03, 1.0)), ("resnet18-cifar10", (0.00375, 0.125))])
 def test_the_default_sweep_of_variational_dropout_leaves_room_for_weight_decay(
     name: str, betas: tuple[float, float]
@@ -210,6 +247,11 @@ def test_beyond_the_runs_nothing_is_said_but_what_the_nearest_one_gave(sparsity:
     assert (reading.sparsity, reading.is_there) == (nearest, False)
     assert reading.accuracy == {0.8: 95.0, 0.98: 90.0}[nearest]
     assert "nearest run" in reading.source
+
+
+def test_the_runs_of_the_first_seed_are_named() -> None:
+    known = [Point("m", "c=1", 1, 0.9, 90.0), Point("m", "c=0", 0, 0.9, 91.0)]
+    assert [standing.source for standing in rank(known, [0.9])] == ["c=0"]
 
 
 def test_of_several_seeds_the_nearest_runs_are_told_by_their_mean() -> None:

@@ -225,3 +225,10 @@ def test_figures_say_what_is_wrong_with_their_input() -> None:
         layerwise(bars("gRDA", "gRDA"))
     with pytest.raises(ValueError, match="sparsity=90 of 'fc' is no fraction"):
         LayerBar("gRDA", "fc", "linear", 90)
+
+
+def test_a_curve_is_dense_if_nothing_else_and_its_sparsities_are_fractions() -> None:
+    assert Curve("a", [0], [93.0]).is_dense
+    assert not Curve("a", [0, 0.9], [93.0, 90.0]).is_dense
+    with pytest.raises(ValueError, match=r"sparsity=-0\.1"):
+        Curve("a", [-0.1], [90.0])

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -361,3 +362,54 @@ def test_the_text_for_the_terminal_names_what_there_is_and_what_is_missing(tmp_p
         *("79.62", "±", "0.21", "(10)", "−0.9σ"),
     ]
     assert "missing: vgg16-cifar10, gRDA μ=0.6: epochs 1, 50, 100, 300, 600" in text
+
+
+# Small numbers that matter.
+
+
+def test_two_published_runs_leave_one_degree_of_freedom() -> None:
+    assert reproduce.chance(1.0, 2, Estimate(0.0, 1.0, 2)) == pytest.approx(0.5)  # Cauchy's distribution
+
+
+def cell(ours: float, std: float) -> reproduce.Cell:
+    estimate = Estimate(1.0, std, 9)
+    setting = Setting("vgg16-cifar10", "sgd")
+    return reproduce.Cell(PublishedCell(setting, 1, 1, "train_loss", estimate, estimate, estimate), (ours,))
+
+
+def test_where_theirs_do_not_differ_ours_are_told_by_the_greatest_distance_on_either_side() -> None:
+    assert "ours differ by at most 0.5." in reproduce.summary([cell(1.0, 0.1), cell(0.5, 0.0), cell(1.1, 0.0)])
+
+
+def test_the_most_surprising_cell_comes_first() -> None:
+    near, far = cell(2.0, 0.1), cell(3.0, 0.1)
+    assert reproduce.surprising([near, far]) == [far, near]
+
+
+def test_a_run_without_an_epoch_reproduces_nothing() -> None:
+    entry = SimpleNamespace(departs="", recipe="vgg16-cifar10", optimizer="sgd")
+    assert reproduce.reproductions([ledger.Trajectory(entry, ())]) == {}
+
+
+def test_whatever_is_not_ours_to_choose_departs_from_the_published_run() -> None:
+    ours = {"name", "about", "optimizer", "c", "mu", "seed", "keep", "published", "cpu", "cuda"}
+    assert set(ledger.CHOICES) <= ours
+    assert ledger.departures(replace(VGG, batch_size=64)) == "batch_size=64"
+
+
+def test_of_two_folders_of_one_run_and_length_the_later_counts(tmp_path: Path) -> None:
+    for name, accuracy in (("a", 10.0), ("b", 20.0)):
+        run = make_run(tmp_path / name, VGG, [record(1, test_accuracy=accuracy)])
+        assert len(ledger.collect([run], tmp_path / "results")) == 1
+    assert ledger.read(tmp_path / "results")[0].epochs[0].test_accuracy == 20.0
+
+
+def test_a_run_began_with_its_first_session(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", VGG, [record(1)])
+    sessions = json.loads((run / "environment.json").read_text())
+    first = (sessions[0]["time"], sessions[0]["command"])
+    sessions.append({**sessions[0], "time": "2031-01-01T00:00:00Z", "command": "dirprune resume x"})
+    (run / "environment.json").write_text(json.dumps(sessions))
+    ledger.collect([run], tmp_path / "results")
+    entry = ledger.read(tmp_path / "results")[0].entry
+    assert (entry.started, entry.command) == first
