@@ -239,9 +239,7 @@ def connect(
                 advance(step.done - done, note=step.note, total=step.total)
                 done = step.done
                 if interruption():
-                    break
-        if interruption():
-            raise KeyboardInterrupt
+                    raise KeyboardInterrupt  # closing the job saves it
         if is_terminal():
             show(*table(out))
             for note in notes(out):

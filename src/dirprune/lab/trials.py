@@ -17,6 +17,9 @@ from dirprune.lab.recipes import Option, Recipe
 FACTORS = (0.5, 1.0, 2.0, 4.0)
 """What a strength is swept over, times one that prunes moderately."""
 
+BETAS = (0.03, 0.1, 0.3, 1.0)
+"""What variational dropout is swept over without weight decay."""
+
 PULL = 11.0
 """Of STR's decay without weight decay: d Σγᵢ that left 7% of the weights of the digits network."""
 
@@ -176,12 +179,14 @@ def plan(
         raise ValueError(f"sweep of {idle[0]!r}, which is not among the methods {', '.join(e.name for e in chosen)}")
     if seeds < 1:
         raise ValueError(f"seeds={seeds}: a comparison needs at least one")
+    swept: dict[Contestant, Sequence[float | None]] = {}
+    for each in chosen:
+        default = sparsities if each.is_preset else default_sweep(each, recipe, batches)
+        swept[each] = sweeps.get(each.name, default) if each.knob else (None,)
     trials = []
     for seed in range(recipe.seed, recipe.seed + seeds):
         own = replace(recipe, seed=seed)
-        for each in chosen:
-            default = sparsities if each.is_preset else default_sweep(each, recipe, batches)
-            values: Sequence[float | None] = sweeps.get(each.name, default) if each.knob else (None,)
+        for each, values in swept.items():
             trials += [Trial(each, value, each.enter(own, value)) for value in values]
     for trial in trials:
         make_method(trial.recipe, lambda model: 0.0)  # a bad value is refused before any work
@@ -200,14 +205,17 @@ def default_sweep(contestant: Contestant, recipe: Recipe, batches: int) -> list[
     """
     rate = recipe.lr / (1 - recipe.momentum)
     steps = recipe.epochs * batches
-    sweeps: dict[str, Callable[[], list[float]]] = {
-        "grda": lambda: [factor * recipe.c for factor in FACTORS],
-        "rda": lambda: [factor * recipe.c * rate**0.5 * (steps * rate) ** (recipe.mu - 1) for factor in FACTORS],
-        "str": lambda: [factor * str_decay(recipe, batches) for factor in FACTORS],
-        "variational-dropout": lambda: [beta * weight_decay_share(recipe, batches) for beta in (0.03, 0.1, 0.3, 1.0)],
+    strengths: dict[str, tuple[Sequence[float], Callable[[], float]]] = {
+        "grda": (FACTORS, lambda: recipe.c),
+        "rda": (FACTORS, lambda: recipe.c * rate**0.5 * (steps * rate) ** (recipe.mu - 1)),
+        "str": (FACTORS, lambda: str_decay(recipe, batches)),
+        "variational-dropout": (BETAS, lambda: weight_decay_share(recipe, exposure(recipe, batches))),
     }
-    values = sweeps[contestant.method]() if contestant.method in sweeps else []
-    return [float(f"{value:.3g}") for value in values]
+    if contestant.method not in strengths:
+        return []
+    factors, strength = strengths[contestant.method]
+    unit = strength()
+    return [float(f"{factor * unit:.3g}") for factor in factors]
 
 
 def str_decay(recipe: Recipe, batches: int) -> float:
@@ -215,17 +223,17 @@ def str_decay(recipe: Recipe, batches: int) -> float:
 
     Without the loss s would end at s₀ exp(−d Σγᵢ); weight decay draws the weights towards the threshold as well.
     """
-    pull = PULL * weight_decay_share(recipe, batches)
-    return min(pull / exposure(recipe, batches), FASTEST * (1 - recipe.momentum) / recipe.lr)
+    total = exposure(recipe, batches)
+    return min(PULL * weight_decay_share(recipe, total) / total, FASTEST * (1 - recipe.momentum) / recipe.lr)
 
 
-def weight_decay_share(recipe: Recipe, batches: int) -> float:
-    """Return what is left of a method's strength to be given beside weight decay w: 1 without it.
+def weight_decay_share(recipe: Recipe, total: float) -> float:
+    """Return what is left of a method's strength to be given beside weight decay w, by Σγᵢ: 1 without it.
 
     At w Σγᵢ = 4.7 an eighth of STR's did the same, at 5.9 a tenth of variational dropout's; beyond that nothing was
     measured.
     """
-    return float(8 ** -min(recipe.weight_decay * exposure(recipe, batches) / 4.7, 1.0))
+    return float(8 ** -min(recipe.weight_decay * total / 4.7, 1.0))
 
 
 def exposure(recipe: Recipe, batches: int) -> float:
