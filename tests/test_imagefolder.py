@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dirprune.lab import imagefolder
 from dirprune.lab.data import IMAGENET_STATISTICS, load
 from dirprune.lab.imagefolder import Box, centre_box, crop_resize, random_box, read_image
 from dirprune.lab.loader import Batch, Loader
@@ -166,8 +168,14 @@ def test_folder_may_lie_beside_other_sets(folder: Path, tmp_path: Path) -> None:
     assert load("imagenet", batch_size=4, seed=0, root=tmp_path, workers=0).train.examples == 13
 
 
-def test_readers_do_not_hear_sigterm(folder: Path) -> None:
-    """What is sent to a whole process group must not end the epoch that the trainer means to finish."""
+@pytest.mark.parametrize("late", [False, True])
+def test_readers_do_not_hear_sigterm(late: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent to a whole process group must not end the epoch that the trainer means to finish.
+
+    Nor may it end a reader that has been started and has not come to ignore it yet.
+    """
+    if late:
+        monkeypatch.setattr(imagefolder, "_deaf", lambda worker: time.sleep(0.5 * worker))
     train = load("imagenet", batch_size=1, seed=1, root=folder, workers=2).train
     batches = train.epoch(1)
     next(batches)

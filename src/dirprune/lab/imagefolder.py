@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,6 +139,16 @@ def _deaf(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+@contextmanager
+def _sigterm_waits() -> Iterator[None]:
+    """Let this thread hear SIGTERM afterwards only."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @dataclass(frozen=True)
 class _Reader(Dataset[Batch | str]):
     """What a worker holds: a request in, uint8 (N, 3, 224, 224) and targets out, or what is wrong with an image.
@@ -206,7 +217,9 @@ class ImageFolderLoader:
             worker_init_fn=_deaf,
         )
         normalise = self.normalization.on(self.device)
-        for answer in loader:
+        with _sigterm_waits():  # readers inherit that, and are deaf before they come to _deaf
+            answers = iter(loader)
+        for answer in answers:
             if isinstance(answer, str):
                 raise ValueError(answer)
             pixels, targets = answer
