@@ -59,7 +59,7 @@ def test_the_agent_beats_uniform_sparsity_where_one_layer_is_redundant() -> None
         return rewards[-1]
 
     for name, method in (
-        ("amc", Amc(sparsity=0.85, reward=reward, at=0.0)),
+        ("amc", Amc(sparsity=0.85, reward=reward, at=0.0, stages=1)),
         ("uniform", Magnitude(sparsity=0.85, start=0.0, end=0.0)),
     ):
         model = trained(*train_batch)
@@ -77,16 +77,26 @@ def test_the_agent_beats_uniform_sparsity_where_one_layer_is_redundant() -> None
     assert sum(rewards[-20:]) / 20 > sum(rewards[:20]) / 20 + 5
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.9, 0.98, 0.99])
-def test_every_episode_meets_the_target_within_the_bounds(sparsity: float) -> None:
+@pytest.mark.parametrize(
+    ("sparsity", "gone"),
+    [
+        (0.0, [0, 0, 0, 0, 0]),
+        (0.3, [0, 0, 0, 0, 0]),
+        (0.3, [9, 0, 39, 3, 1000]),
+        (0.9, [0, 490, 0, 6, 2000]),
+        (0.98, [0, 0, 0, 0, 2900]),
+        (0.99, [0, 0, 0, 0, 0]),
+    ],
+)
+def test_every_episode_meets_the_target_within_the_bounds(sparsity: float, gone: list[int]) -> None:
     sizes = [10, 500, 40, 7, 3000]
     torch.manual_seed(0)
     agent = Agent(features=5 + 3)
     for noise in (0.0, 0.1, 10.0, 10.0, 10.0):
-        states, actions, found = play(agent, torch.eye(5), sizes, sparsity=sparsity, most=0.99, noise=noise)
+        states, actions, found = play(agent, torch.eye(5), sizes, gone, sparsity=sparsity, most=0.99, noise=noise)
         zeros = sum(n * s for n, s in zip(sizes, found, strict=True))
         assert zeros == pytest.approx(sparsity * sum(sizes), abs=1e-6)
-        assert all(-1e-9 <= s <= 0.99 + 1e-9 for s in found)
+        assert all(z / n - 1e-9 <= s <= 0.99 + 1e-9 for s, n, z in zip(found, sizes, gone, strict=True))
         assert ((actions >= 0) & (actions <= 1)).all()
         assert states.shape == (5, 8)
 
@@ -146,6 +156,8 @@ def test_bad_options_are_refused() -> None:
         Amc(sparsity=0.5, reward=lambda model: 0.0, at=1.5)
     with pytest.raises(ValueError, match=r"most=0\.5"):  # and not when training is half over
         Amc(sparsity=0.9, reward=lambda model: 0.0, most=0.5)
+    with pytest.raises(ValueError, match="stages=0"):
+        Amc(sparsity=0.9, reward=lambda model: 0.0, stages=0)
 
 
 def test_any_sparsity_can_be_reached_without_saying_how_sparse_a_layer_may_be() -> None:
@@ -153,6 +165,36 @@ def test_any_sparsity_can_be_reached_without_saying_how_sparse_a_layer_may_be() 
     method = Amc(sparsity=0.997, reward=lambda model: 0.0, at=0.0, warmup=1, episodes=1)
     method.attach(model, SGD(model.parameters(), lr=0.1), steps=1, examples=1)
     assert method.sparsity().weight_fraction == pytest.approx(0.997, abs=1e-4)
+
+
+def test_stages_prune_the_same_fraction_each_time_and_bring_nothing_back() -> None:
+    model = models.build("small", 10)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    method = Amc(sparsity=0.9, reward=lambda model: 0.0, at=0.4, stages=4, warmup=1, episodes=1)
+    method.attach(model, optimizer, steps=100, examples=100)
+    sparsities, masks = {}, {name: mask.clone() for name, mask in method.masks.items()}
+    for number in range(1, 101):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        method.after_step(number)
+        now = method.sparsity().weight_fraction
+        if not sparsities or now != list(sparsities.values())[-1]:
+            sparsities[number] = now
+        for name, mask in method.masks.items():
+            assert not (mask & ~masks[name]).any()
+            masks[name].copy_(mask)
+    assert list(sparsities) == [1, 40, 50, 60, 70]
+    expected = [0.0, *(1 - 0.1 ** (i / 4) for i in (1, 2, 3, 4))]
+    assert list(sparsities.values()) == pytest.approx(expected, abs=1e-4)
+
+
+def test_all_stages_come_even_if_training_is_shorter_than_they_are_many() -> None:
+    model, rewards = models.build("small", 10), []
+    method = Amc(sparsity=0.9, reward=lambda model: rewards.append(1) or 0.0, at=0.0, stages=3, warmup=1, episodes=1)
+    method.attach(model, SGD(model.parameters(), lr=0.1), steps=1, examples=1)
+    assert len(rewards) == 6
+    assert method.sparsity().weight_fraction == pytest.approx(0.9, abs=1e-4)
 
 
 def test_the_last_episode_is_the_agent_s_own_choice(monkeypatch: pytest.MonkeyPatch) -> None:

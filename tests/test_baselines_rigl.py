@@ -8,6 +8,8 @@ import pytest
 import torch
 from test_baselines_masks import step
 from test_train import noisy
+from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from dirprune.lab import models
@@ -61,6 +63,25 @@ def test_moving_connections_against_sorting_by_hand() -> None:
         expected = torch.zeros(40, dtype=torch.bool)
         expected[kept + grown] = True
         assert torch.equal(move_connections(weight, gradient, mask, count), expected)
+
+
+@pytest.mark.parametrize("sparsity", [0.9, 0.98])
+def test_a_deep_network_without_normalisation_begins_with_the_signal_of_the_dense_one(sparsity: float) -> None:
+    def spread_and_gradient(model: nn.Module) -> tuple[float, float]:
+        logits = model.eval()(torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
+        cross_entropy(logits, torch.arange(32) % 10).backward()
+        first = next(iter(prunable(model).values())).weight
+        assert first.grad is not None
+        return logits.std(0).mean().item(), first.grad.norm().item()
+
+    networks = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        networks.append(models.build("vgg16", 10))
+    dense, sparse = networks
+    RigL(sparsity=sparsity).attach(sparse, SGD(sparse.parameters(), lr=0.1), steps=10, examples=1)
+    for ours, theirs in zip(spread_and_gradient(sparse), spread_and_gradient(dense), strict=True):
+        assert theirs / 2 < ours < theirs * 2  # without it both fade by four orders of magnitude and more
 
 
 def test_in_training_the_number_is_constant_and_growth_goes_where_the_gradient_is_largest() -> None:

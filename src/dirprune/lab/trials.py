@@ -90,8 +90,8 @@ _CONTESTANTS = (
         "amc",
         "AMC",
         "amc",
-        "100 evaluations and an agent in the middle: dense for the first half of the epochs, searched, fine-tuned for "
-        "the second half",
+        "4 searches of 100 evaluations each: dense for the first half of the epochs, pruned in four stages up to three "
+        "quarters of them, fine-tuned for the rest",
     ),
     Contestant("str", "STR", "str", "one more parameter a layer, and a threshold in every forward pass"),
 )

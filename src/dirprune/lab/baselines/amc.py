@@ -1,19 +1,25 @@
 """AMC: an agent learns how sparse each layer of a trained network can be, then the pruned network is fine-tuned.
 
 An episode goes through the layers in order; for each the agent sees what the layer is and how much has been pruned, and
-answers with a sparsity between bounds that make every episode end at the target exactly: with n the size of a layer, p
-the weights pruned before it, r the weights after it, T the target and m the greatest sparsity allowed,
+answers with a sparsity between bounds that make every episode end at the target exactly: with n the size of a layer, z
+the zeros it has already, p the weights pruned in the layers before it, r the size of those after it and y their zeros,
+T the target and m the greatest sparsity allowed,
 
-    max(0, (T − p − m·r) / n)  ≤  sparsity  ≤  min(m, (T − p) / n).
+    max(z, T − p − m·r) / n  ≤  sparsity  ≤  min(m, (T − p − y) / n).
 
 The smallest weights of each layer go, the network is scored on held-out data, that score is the episode's reward, and
 the weights come back. The best episode decides the masks with which training goes on.
 
+A network that loses nearly all of its weights at once is no better than chance, however they are shared, and its score
+says nothing. So there are several stages, with training in between; in each the same fraction of the weights that are
+left goes: of k stages the i-th ends at the sparsity 1 − (1 − s)^(i/k).
+
 Preset: the sparsity, and a reward: e.g. the accuracy on data that is neither trained nor tested on.
 
 Reference: He, Lin, Liu, Wang, Li & Han, "AMC: AutoML for model compression and acceleration on mobile devices", ECCV
-2018, in its fine-grained, resource-constrained form. Theirs clips the agent's sparsity to the bounds; here its answer
-is the place between them, so that the critic never has to judge what cannot be done.
+2018, in its fine-grained, resource-constrained form, which for ResNet50 has four stages too. Theirs clips the agent's
+sparsity to the bounds; here its answer is the place between them, so that the critic never has to judge what cannot be
+done.
 """
 
 from __future__ import annotations
@@ -48,17 +54,26 @@ def describe(layers: Mapping[str, Layer]) -> Tensor:
 
 
 def play(
-    agent: Agent, features: Tensor, sizes: Sequence[int], *, sparsity: float, most: float, noise: float
+    agent: Agent,
+    features: Tensor,
+    sizes: Sequence[int],
+    zeros: Sequence[int],
+    *,
+    sparsity: float,
+    most: float,
+    noise: float,
 ) -> tuple[Tensor, Tensor, list[float]]:
     """Return the states and actions of one episode, and the sparsities that they mean."""
     total = sum(sizes)
     target, pruned, rest, action = sparsity * total, 0.0, float(total), 0.0
+    lost = sum(zeros)
     states, actions, sparsities = [], [], []
-    for row, size in zip(features, sizes, strict=True):
+    for row, size, gone in zip(features, sizes, zeros, strict=True):
         state = torch.cat([row, torch.tensor([pruned / total, rest / total, action])])
         rest -= size
-        low = max(0.0, (target - pruned - most * rest) / size)
-        high = max(low, min(most, (target - pruned) / size))
+        lost -= gone
+        low = max(gone, target - pruned - most * rest) / size
+        high = max(low, min(most, (target - pruned - lost) / size))
         action = agent.act(state, noise=noise)
         sparsities.append(low + action * (high - low))
         pruned += sparsities[-1] * size
@@ -73,6 +88,7 @@ def search(
     reward: Callable[[list[float]], float],
     *,
     sparsity: float,
+    zeros: Sequence[int] | None = None,
     most: float = 0.99,
     warmup: int = 20,
     episodes: int = 80,
@@ -85,6 +101,7 @@ def search(
         sizes: weights of every layer.
         reward: of sparsities, higher is better; any scale.
         sparsity: of all layers together, which every episode meets.
+        zeros: weights of every layer that are pruned already, and stay so; by default none.
         most: greatest sparsity of a layer.
         warmup: episodes before learning begins.
         episodes: those that follow, with noise that fades.
@@ -103,7 +120,9 @@ def search(
         agent = Agent(features=features.shape[1] + 3)
         for number in range(warmup + episodes):
             noise = NOISE * NOISE_DECAY ** max(0, number - warmup) if number < warmup + episodes - 1 else 0.0
-            states, actions, sparsities = play(agent, features, sizes, sparsity=sparsity, most=most, noise=noise)
+            states, actions, sparsities = play(
+                agent, features, sizes, zeros or [0] * len(sizes), sparsity=sparsity, most=most, noise=noise
+            )
             earned = reward(sparsities)
             agent.remember(states, actions, earned)
             if not best or earned > best_reward:
@@ -114,15 +133,16 @@ def search(
 
 
 class Amc(Masked):
-    """Layer sparsities by reinforcement learning, once, and fine-tuning for the rest of training.
+    """Layer sparsities by reinforcement learning, in stages, and fine-tuning in between and afterwards.
 
     Args:
         sparsity: of the prunable weights.
         reward: of a model, higher is better, e.g. ``lambda model: evaluate(model, held_out).accuracy``; among several
             processes it must be the same in all.
-        at: when to search, as a fraction of training; 0 for a network that is already trained.
+        at: when the first stage is, as a fraction of training; 0 for a network that is already trained.
+        stages: how many searches; the last is half-way from the first to the end of training. 1 prunes all at once.
         most: greatest sparsity of a layer; by default 0.99, and where the target is above 0.98 half-way from it to 1.
-        warmup, episodes: of random and of learning search; each calls the reward once.
+        warmup, episodes: of random and of learning search in every stage; each calls the reward once.
         seed: of the agent.
 
     Example:
@@ -142,6 +162,7 @@ class Amc(Masked):
         sparsity: float,
         reward: Callable[[nn.Module], float],
         at: float = 0.5,
+        stages: int = 4,
         most: float | None = None,
         warmup: int = 20,
         episodes: int = 80,
@@ -149,9 +170,12 @@ class Amc(Masked):
     ) -> None:
         self.most = max(0.99, (1 + sparsity) / 2) if most is None else most
         _check_reachable(sparsity, self.most)
+        if stages < 1:
+            raise ValueError(f"stages={stages}: give at least one, e.g. 4")
         self.final = sparsity
         self.reward = reward
         self.at = check_fraction(at, "at")
+        self.stages = stages
         self.warmup = warmup
         self.episodes = episodes
         self.seed = seed
@@ -161,8 +185,16 @@ class Amc(Masked):
         self.after_step(0)
 
     def after_step(self, step: int) -> None:
-        if step != round(self.at * self.steps):
-            return
+        for stage in range(self.stages):
+            if step == round(self._time(stage) * self.steps):
+                self._prune(1 - (1 - self.final) ** ((stage + 1) / self.stages))
+
+    def _time(self, stage: int) -> float:
+        """Return when a stage is, as a fraction of training."""
+        return self.at + (1 - self.at) / 2 * stage / max(self.stages - 1, 1)
+
+    def _prune(self, sparsity: float) -> None:
+        """Search for masks of this sparsity within those there are, and set them."""
         weights = {name: weight.detach().clone() for name, weight in self.layer_weights.items()}
 
         def earn(sparsities: list[float]) -> float:
@@ -174,7 +206,8 @@ class Amc(Masked):
                 describe(prunable(self.model)),
                 [weight.numel() for weight in weights.values()],
                 earn,
-                sparsity=self.final,
+                sparsity=sparsity,
+                zeros=[int((~mask).sum()) for mask in self.masks.values()],
                 most=self.most,
                 warmup=self.warmup,
                 episodes=self.episodes,

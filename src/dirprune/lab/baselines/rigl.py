@@ -7,10 +7,15 @@ A layer keeps the density of an Erdős–Rényi-Kernel graph, ε · (n_in + n_ou
 
 of its weights, those of smallest |w|, and grows as many, at 0, where the dense gradient |∂f/∂w| is largest.
 
+The weights that are there at the start are divided by √density, so that the layer's outputs vary as those of the dense
+layer would: without it the signal fades from layer to layer, and a deep network without normalisation never learns.
+
 Preset: the sparsity. The number of weights never changes. Unlike the original, the step that gave the gradient is taken
 before connections move.
 
-Reference: Evci, Gale, Menick, Castro & Elsen, "Rigging the lottery: making all tickets winners", ICML 2020.
+References: Evci, Gale, Menick, Castro & Elsen, "Rigging the lottery: making all tickets winners", ICML 2020; the scale
+at the start: Evci, Ioannou, Keskin & Dauphin, "Gradient flow in sparse neural networks and how lottery tickets win",
+AAAI 2022, who take the inputs of each neuron; here it is the density of the layer.
 """
 
 from __future__ import annotations
@@ -121,6 +126,9 @@ class RigL(Masked):
                 for number, (name, shape, count) in enumerate(zip(self.layer_weights, shapes, counts, strict=True))
             }
         )
+        with torch.no_grad():
+            for weight, count in zip(self.layer_weights.values(), counts, strict=True):
+                weight.mul_(math.sqrt(weight.numel() / max(count, 1)))
 
     def after_step(self, step: int) -> None:
         end = self.until * self.steps
