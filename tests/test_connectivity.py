@@ -70,6 +70,19 @@ def assert_same_numbers(out: Path, other: Path) -> None:
 # A whole job.
 
 
+def test_a_job_has_the_threads_of_its_recipe(
+    finished: tuple[Path, list[Step]], pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        seen = {torch.get_num_threads() for _ in connect(*pair, tmp_path / "job", SMALL, device=CPU)}
+        assert (seen, torch.get_num_threads()) == ({1}, 2)
+    finally:
+        torch.set_num_threads(before)
+    assert_same_numbers(tmp_path / "job", finished[0])
+
+
 def test_the_stages_count_up_to_their_totals(finished: tuple[Path, list[Step]]) -> None:
     counts = {stage: [s.done for s in finished[1] if s.stage == stage] for stage in ("fit", "curve", "line", "plane")}
     assert counts == {"fit": [0, 1, 2], "curve": [0, 1, 2, 3], "line": [0, 1, 2, 3], "plane": [0, 1, 2, 3, 4]}

@@ -25,6 +25,7 @@ from torch import nn
 from dirprune import sparsity
 from dirprune.lab import checkpoint, experiment, recipes, runs
 from dirprune.lab.checkpoint import CheckpointWarning
+from dirprune.lab.execution import Execution
 from dirprune.lab.experiment import Diverged, LostRecords, assemble, conduct, make_method
 from dirprune.lab.loader import Loader
 from dirprune.lab.recipes import Recipe
@@ -368,6 +369,42 @@ def test_a_watched_loader_is_the_one_trained_on(tmp_path: Path) -> None:
     finish(run, watch=watch)
     assert [each.batches for each in watched] == [4 * 4]
     assert_equal(run, uninterrupted(tmp_path / "plain", NOISY))
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_digits_have_the_same_numbers_on_any_number_of_cores(tmp_path: Path) -> None:
+    two = runs.create(tmp_path / "two", replace(recipes.get("digits"), epochs=1))
+    finish(two)
+    assert torch.get_num_threads() == 2
+    assert two.sessions()[0]["threads"] == 1
+    torch.set_num_threads(1)
+    assert_equal(two, uninterrupted(tmp_path / "one", two.recipe))
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_a_run_that_is_left_or_fails_leaves_the_threads_as_they_were(tmp_path: Path) -> None:
+    recipe = replace(recipes.get("digits"), epochs=2)
+    records = conduct(runs.create(tmp_path / "left", recipe), device=CPU)
+    next(records)
+    assert torch.get_num_threads() == 1
+    records.close()
+    assert torch.get_num_threads() == 2
+    with pytest.raises(Diverged):
+        finish(runs.create(tmp_path / "diverged", replace(recipe, optimizer="sgd", lr=1e18)))
+    assert torch.get_num_threads() == 2
+    free = runs.create(tmp_path / "free", replace(recipe, cpu=Execution()))  # torch's own choice
+    finish(free)
+    assert free.sessions()[0]["threads"] == 2
+    with pytest.raises(ValueError, match="threads=-1"):
+        Execution(threads=-1)
 
 
 def test_a_run_goes_on_on_another_kind_of_machine(tmp_path: Path) -> None:

@@ -122,8 +122,13 @@ def connect(
     Reference: Garipov et al. 2018; section 4.2 of the paper.
     """
     job = _open(run_a, run_b, out, options or Options(), epoch_a, epoch_b, device, root)
+    with job.execution.threading():
+        yield from _carry_out(job)
+
+
+def _carry_out(job: _Job) -> Iterator[Step]:
     places: list[Place] = [(i / (job.options.points - 1),) for i in range(job.options.points)]
-    profile = out / "profile.csv"
+    profile = job.out / "profile.csv"
     if job.options.fit:
         yield from _fit(job)
         yield from _measure("curve", profile, Profiled, ("curve",), lambda: job.evaluator, job.curve.point, places)
@@ -132,9 +137,9 @@ def connect(
     if job.options.fit:
         plane = _place(job, places)
         grid: list[Place] = [*plane.grid(job.options.grid, job.options.margin)]
-        yield from _measure("plane", out / "plane.csv", Mapped, (), lambda: job.plane_evaluator, plane.point, grid)
+        yield from _measure("plane", job.out / "plane.csv", Mapped, (), lambda: job.plane_evaluator, plane.point, grid)
     _summarise(job)
-    draw(out)
+    draw(job.out)
 
 
 class _Job:

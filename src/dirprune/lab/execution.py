@@ -6,8 +6,8 @@ Python runs between kernels; a test on a GPU equates the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,10 +44,24 @@ class Execution:
     capture: bool = False
     lean: bool = False
     """In bfloat16 under gRDA: keep the weights in it while training; see `dirprune.lab.lean`."""
+    threads: int = 0
+    """On a CPU; 0 for torch's own choice, by which numbers depend on how many cores there are."""
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r} is not known; take one of {', '.join(PRECISIONS)}")
+        if self.threads < 0:
+            raise ValueError(f"threads={self.threads}: give how many, or 0 for torch's own choice")
+
+    @contextmanager
+    def threading(self) -> Iterator[None]:
+        """Run with so many threads, and leave torch's own number as it was."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads or before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the context in which forward passes run."""

@@ -167,7 +167,7 @@ def conduct(
         RunInUse: another process is training this run.
     """
     process = process or Process()
-    with run.locked() if process.is_first else nullcontext():
+    with run.locked() if process.is_first else nullcontext(), run.recipe.execution(device.type).threading():
         yield from _conduct(run, device, root, process, save_every, watch, stopping)
 
 

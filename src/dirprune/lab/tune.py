@@ -89,6 +89,7 @@ def choose(trials: Iterable[Trial]) -> Trial | None:
 def _last(recipe: Recipe, epochs: int, device: torch.device, root: Path | None) -> EpochRecord | None:
     """Return the record of the last of the first epochs of a run, or None if it diverged before."""
     parts = assemble(recipe, device=device, root=root)
+    execution = recipe.execution(device.type)
     assert parts.loaders.validation is not None
     records = train(
         parts.model,
@@ -99,9 +100,10 @@ def _last(recipe: Recipe, epochs: int, device: torch.device, root: Path | None) 
         lr=recipe.lr,
         schedule=recipe.schedule,
         seed=recipe.seed,
-        execution=recipe.execution(device.type),
+        execution=execution,
     )
     try:
-        return list(islice(records, epochs))[-1]
+        with execution.threading():
+            return list(islice(records, epochs))[-1]
     except Divergence:
         return None
