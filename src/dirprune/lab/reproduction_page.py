@@ -50,7 +50,7 @@ CAPTION = "Shaded: the range of the authors' comparable runs; dashed: their mean
 CAVEATS = """\
 1. **WRN28x10, "Epoch 1"** is epoch 2 of the authors' logs; it is compared with our epoch 2.
 2. **VGG16 is over 9 runs**, not 10: the tenth became NaN with μ = .7 at epoch 256 and was left out of every row. With
-   it that row would end at 82.58 ± 25.5 test accuracy.
+   it that row would end at 82.58 ± 25.5 test accuracy (n − 1 in the denominator).
 3. **Printed stds are population stds**; the recomputed ones have n − 1 in the denominator.
 4. **VGG16's train loss and accuracy mix two measurements**: in eval mode after the epoch (5 runs), and running means
    with dropout on (5 runs), which is what ours are. The recomputed numbers use the latter alone, hence n = 5.
