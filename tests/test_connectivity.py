@@ -78,6 +78,7 @@ def test_a_job_has_the_threads_of_its_recipe(
         torch.set_num_threads(2)
         seen = {torch.get_num_threads() for _ in connect(*pair, tmp_path / "job", SMALL, device=CPU)}
         assert (seen, torch.get_num_threads()) == ({1}, 2)
+        assert json.loads((tmp_path / "job" / "environment.json").read_text())[0]["threads"] == 1
     finally:
         torch.set_num_threads(before)
     assert_same_numbers(tmp_path / "job", finished[0])

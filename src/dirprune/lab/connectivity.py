@@ -121,9 +121,8 @@ def connect(
 
     Reference: Garipov et al. 2018; section 4.2 of the paper.
     """
-    job = _open(run_a, run_b, out, options or Options(), epoch_a, epoch_b, device, root)
-    with job.execution.threading():
-        yield from _carry_out(job)
+    with runs.load(run_a).recipe.execution(device.type).threading():
+        yield from _carry_out(_open(run_a, run_b, out, options or Options(), epoch_a, epoch_b, device, root))
 
 
 def _carry_out(job: _Job) -> Iterator[Step]:
