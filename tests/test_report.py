@@ -126,7 +126,7 @@ def test_settings_say_what_differs_and_no_more() -> None:
         "SGD, momentum=0.9",
     ]
     fast = replace(sgd, cpu=replace(sgd.cpu, precision="bfloat16", compile=True))
-    assert settings([sgd, fast]) == ["SGD, cpu=float32", "SGD, cpu=bfloat16/compile"]
+    assert settings([sgd, fast]) == ["SGD, cpu=float32/threads=1", "SGD, cpu=bfloat16/compile/threads=1"]
     assert settings([DIGITS, replace(DIGITS, exempt=("bias",))])[0].endswith("exempt=none")
     rigl = replace(sgd, method="rigl", options=(("sparsity", 0.9),))
     assert settings([sgd, rigl]) == ["SGD", "rigl sparsity=0.9"]

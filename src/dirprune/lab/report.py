@@ -331,7 +331,11 @@ def _notes(group: Group) -> list[str]:
 def _show(value: Any) -> str:
     """Return a recipe's value as a label shows it: of a schedule or an execution, the kind and what is set."""
     if isinstance(value, (Schedule, Execution)):
-        return "/".join(name if part is True else _show(part) for name, part in asdict(value).items() if part)
+        parts = {name: part for name, part in asdict(value).items() if part}
+        return "/".join(
+            name if part is True else f"{name}={part}" if isinstance(part, int) else _show(part)
+            for name, part in parts.items()
+        )
     return ("+".join(map(str, value)) if isinstance(value, tuple) else str(value)) or "none"
 
 

@@ -147,7 +147,7 @@ class Amc(Masked):
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        >>> method = Amc(sparsity=0.5, reward=lambda m: m[0].weight.abs().sum().item(), at=0, warmup=2, episodes=2)
+        >>> method = Amc(sparsity=0.5, reward=lambda m: m[0].weight.abs().sum().item(), at=0, stages=1)
         >>> method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=10, examples=100)
         >>> method.sparsity().weight_fraction
         0.5
