@@ -22,6 +22,7 @@ from test_train import Breaking
 from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
+from dirprune.__main__ import main
 from dirprune.lab import checkpoint, recipes, runs
 from dirprune.lab.experiment import Diverged, conduct
 from dirprune.lab.processes import Process, joined
@@ -182,3 +183,19 @@ def test_a_process_alone_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not process.agree(False)
     tensor = torch.ones(2)
     assert process.sum(tensor) is tensor
+
+
+@pytest.mark.parametrize(("words", "code"), [(["recipes"], 0), (["train", "no-such-recipe"], 1)])
+@pytest.mark.parametrize("world_size", ["1", "2"])
+def test_one_of_several_processes_ends_without_waiting_for_threads_of_torch(
+    words: list[str], code: int, world_size: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setattr(sys, "argv", ["dirprune", *words])
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == code
+    assert ended == ([code] if world_size == "2" else [])
+    assert any(capfd.readouterr())

@@ -1,5 +1,6 @@
 """`python -m dirprune`, and the console command `dirprune`."""
 
+import os
 import sys
 
 
@@ -10,7 +11,23 @@ def main() -> None:
         if error.name and error.name.partition(".")[0] == "dirprune":
             raise
         sys.exit(f"the commands need the package {error.name}; install them with: pip install 'dirprune[lab]'")
-    app(prog_name="dirprune")
+    try:
+        app(prog_name="dirprune")
+    except SystemExit as end:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and isinstance(end.code, int):
+            _leave(end.code)
+        raise
+
+
+def _leave(code: int) -> None:
+    """End one of several processes at once.
+
+    Threads of torch.distributed, which DDP keeps alive, may still have a tensor to give back. Where they come to it
+    after Python has gone, they abort the process, and torchrun calls a run failed that is complete.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
