@@ -70,17 +70,13 @@ def assert_same_numbers(out: Path, other: Path) -> None:
 # A whole job.
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_a_job_has_the_threads_of_its_recipe(
     finished: tuple[Path, list[Step]], pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        seen = {torch.get_num_threads() for _ in connect(*pair, tmp_path / "job", SMALL, device=CPU)}
-        assert (seen, torch.get_num_threads()) == ({1}, 2)
-        assert json.loads((tmp_path / "job" / "environment.json").read_text())[0]["threads"] == 1
-    finally:
-        torch.set_num_threads(before)
+    seen = {torch.get_num_threads() for _ in connect(*pair, tmp_path / "job", SMALL, device=CPU)}
+    assert (seen, torch.get_num_threads()) == ({1}, 2)
+    assert json.loads((tmp_path / "job" / "environment.json").read_text())[0]["threads"] == 1
     assert_same_numbers(tmp_path / "job", finished[0])
 
 

@@ -371,15 +371,7 @@ def test_a_watched_loader_is_the_one_trained_on(tmp_path: Path) -> None:
     assert_equal(run, uninterrupted(tmp_path / "plain", NOISY))
 
 
-@pytest.fixture
-def _two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.usefixtures("two_threads")
 def test_digits_have_the_same_numbers_on_any_number_of_cores(tmp_path: Path) -> None:
     two = runs.create(tmp_path / "two", replace(recipes.get("digits"), epochs=1))
     finish(two)
@@ -389,7 +381,7 @@ def test_digits_have_the_same_numbers_on_any_number_of_cores(tmp_path: Path) -> 
     assert_equal(two, uninterrupted(tmp_path / "one", two.recipe))
 
 
-@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.usefixtures("two_threads")
 def test_a_run_that_is_left_or_fails_leaves_the_threads_as_they_were(tmp_path: Path) -> None:
     recipe = replace(recipes.get("digits"), epochs=2)
     records = conduct(runs.create(tmp_path / "left", recipe), device=CPU)

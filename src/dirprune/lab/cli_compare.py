@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -123,7 +122,7 @@ def _train(trials: Sequence[Trial], out: Path, device: str, root: Path | None, i
                 epoch = step.epoch
                 ended += step.row is not None
                 if step.row is not None and not is_terminal():
-                    emit(_finite(asdict(step.row)))
+                    emit(asdict(step.row))
     if ended < len(trials):
         say(f"Stopped with {ended} of {len(trials)} runs at their end; the same command goes on.")
     if interruption.asked:
@@ -148,7 +147,7 @@ def _conclude(out: Path, sparsities: Sequence[float]) -> None:
             show(title, comparison.COLUMNS, cells, left=3, spare=comparison.SPARE)
     else:
         for row in rows:
-            emit(_finite(asdict(row)))
+            emit(asdict(row))
     for line in comparison.notes(found):
         say(line)
     for path in comparison.write(found, out, sparsities):
@@ -180,8 +179,3 @@ def _fractions(option: str, text: str) -> list[float]:
             f"{option} {text!r} is not a list of sparsities; write fractions between 0 and 1, e.g. 0.8,0.9"
         )
     return list(dict.fromkeys(values))
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with None for numbers that JSON has no name for."""
-    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in values.items()}

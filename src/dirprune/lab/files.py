@@ -40,12 +40,13 @@ def to_json(content: Any, indent: int | None = None) -> str:
     >>> to_json({"a": [1.5, float("nan")]})
     '{"a": [1.5, null]}'
     """
-    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+    return json.dumps(finite(content), indent=indent, allow_nan=False)
 
 
-def _finite(content: Any) -> Any:
+def finite(content: Any) -> Any:
+    """Return nested values with lists for tuples and None for numbers that JSON has no name for."""
     if isinstance(content, float):
         return content if math.isfinite(content) else None
     if isinstance(content, Mapping):
-        return {key: _finite(value) for key, value in content.items()}
-    return [_finite(value) for value in content] if isinstance(content, list | tuple) else content
+        return {key: finite(value) for key, value in content.items()}
+    return [finite(value) for value in content] if isinstance(content, list | tuple) else content

@@ -15,6 +15,7 @@ import torch
 from dirprune import SparsityReport, sparsity
 from dirprune.lab import checkpoint, models, plots, runs
 from dirprune.lab.execution import Execution
+from dirprune.lab.files import finite
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.runs import Run
 from dirprune.lab.schedules import Schedule
@@ -141,7 +142,7 @@ class Report:
             {**asdict(group.row), "label": group.label, "runs": [str(run.folder) for run in group.runs]}
             for group in self.groups
         ]
-        plain: dict[str, Any] = _finite({"rows": rows, "notes": self.notes})
+        plain: dict[str, Any] = finite({"rows": rows, "notes": self.notes})
         return plain
 
 
@@ -337,15 +338,6 @@ def _show(value: Any) -> str:
             for name, part in parts.items()
         )
     return ("+".join(map(str, value)) if isinstance(value, tuple) else str(value)) or "none"
-
-
-def _finite(value: Any) -> Any:
-    """Return a nested value with lists for tuples and None for numbers that JSON has no name for."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _file_name(model: str) -> str:

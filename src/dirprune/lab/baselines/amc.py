@@ -113,6 +113,7 @@ def search(
     _check_reachable(sparsity, most)
     if warmup < 1 or episodes < 1:
         raise ValueError(f"warmup={warmup}, episodes={episodes}: give at least one of each")
+    zeros = zeros or [0] * len(sizes)
     best: list[float] = []
     best_reward = -float("inf")
     with torch.random.fork_rng(devices=[]):
@@ -120,9 +121,7 @@ def search(
         agent = Agent(features=features.shape[1] + 3)
         for number in range(warmup + episodes):
             noise = NOISE * NOISE_DECAY ** max(0, number - warmup) if number < warmup + episodes - 1 else 0.0
-            states, actions, sparsities = play(
-                agent, features, sizes, zeros or [0] * len(sizes), sparsity=sparsity, most=most, noise=noise
-            )
+            states, actions, sparsities = play(agent, features, sizes, zeros, sparsity=sparsity, most=most, noise=noise)
             earned = reward(sparsities)
             agent.remember(states, actions, earned)
             if not best or earned > best_reward:
