@@ -23,7 +23,7 @@ LIBRARY = {
 }
 # The floors of the lab, upper first: a module imports from lower floors or from its own.
 LAB_FLOORS = [
-    {"cli", "cli_research", "cli_compare"},
+    {"cli", "cli_research", "cli_compare", "cli_reproduce"},
     {
         "follow",
         "tune",
@@ -36,6 +36,7 @@ LAB_FLOORS = [
         "reproduction_page",
         "direction_plots",
         "compare",
+        "series",
         "comparison",
         "ranking",
         "trials",

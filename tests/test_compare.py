@@ -20,7 +20,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from dirprune import GRDA
-from dirprune.lab import baselines, checkpoint, cli_compare, compare, comparison, console, recipes, runs, trials
+from dirprune.lab import baselines, checkpoint, cli_compare, compare, comparison, console, recipes, runs, series, trials
 from dirprune.lab.baselines import Grda, Rda, amc
 from dirprune.lab.experiment import assemble
 from dirprune.lab.ranking import Point, rank, read_at
@@ -341,7 +341,7 @@ def test_runs_that_have_ended_are_not_touched(tmp_path: Path, monkeypatch: pytes
     planned = trials_of()
     first = [step.row for step in run(planned, tmp_path) if step.row]
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    monkeypatch.setattr(compare, "conduct", lambda *_, **__: pytest.fail("it trains again"))
+    monkeypatch.setattr(series, "conduct", lambda *_, **__: pytest.fail("it trains again"))
     assert [step.row for step in run(planned, tmp_path)] == first
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -389,7 +389,7 @@ def test_models_that_cannot_share_compiled_code_never_use_up_the_room_for_it() -
     [trial, *_] = trials_of(methods=("str",))
     with torch._dynamo.config.patch(recompile_limit=2):
         for _ in range(4):
-            compare._clear(trial)
+            series._clear(trial.recipe)
             model = tiny(3)
             baselines.Str().attach(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1, examples=1)
             before = counters["stats"]["unique_graphs"]

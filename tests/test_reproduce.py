@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_cli import call
+from test_train import Breaking
+from torch import nn
 
-from dirprune.lab import ledger, published, recipes, reproduce, reproduction_page, runs
+from dirprune.lab import checkpoint, ledger, published, recipes, reproduce, reproduction_page, runs, series
 from dirprune.lab.published import Estimate, PublishedCell, Setting
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.train import EpochRecord
@@ -413,3 +418,134 @@ def test_a_run_began_with_its_first_session(tmp_path: Path) -> None:
     ledger.collect([run], tmp_path / "results")
     entry = ledger.read(tmp_path / "results")[0].entry
     assert (entry.started, entry.command) == first
+
+
+# What is missing, and training it
+
+
+def settings_of(planned: list[Recipe]) -> list[tuple[str, float | None, int]]:
+    return [(r.name, None if r.optimizer == "sgd" else r.mu, r.seed) for r in planned]
+
+
+def test_without_a_ledger_every_setting_is_wanted_once_and_follows_its_recipe(tmp_path: Path) -> None:
+    planned = reproduce.wanted(tmp_path)
+    assert len(planned) == 15
+    assert settings_of(planned)[:6] == [
+        *(("vgg16-cifar10", mu, 1) for mu in (None, 0.6, 0.51, 0.7, 0.4)),
+        ("wrn28x10-cifar10", 0.55, 1),
+    ]
+    assert {ledger.departures(recipe) for recipe in planned} == {""}
+    folders = [make_run(tmp_path / str(i), recipe, [record(1)]) for i, recipe in enumerate(planned)]
+    ledger.collect(folders, tmp_path / "results")
+    groups = reproduce.reproductions(ledger.read(tmp_path / "results"))
+    assert set(groups) == {cell.setting for cell in published.cells()}
+    assert settings_of(reproduce.wanted(tmp_path / "results")) == settings_of(planned)  # none of them is complete
+
+
+def test_what_the_ledger_has_in_full_is_not_wanted_again(tmp_path: Path) -> None:
+    def whole(seed: int, **changes: Any) -> Path:
+        recipe = replace(VGG, seed=seed, **changes)
+        return make_run(tmp_path / f"{seed}{changes}", recipe, [record(epoch) for epoch in range(1, 601)])
+
+    ledger.collect([whole(2), whole(7, optimizer="sgd"), whole(1, momentum=0.9)], tmp_path / "results")
+    for seeds, expected in {
+        1: [(0.51, 1), (0.7, 1), (0.4, 1)],
+        2: [(0.51, 1), (0.7, 1), (0.4, 1), (None, 1), (0.6, 1), (0.51, 2), (0.7, 2), (0.4, 2)],
+    }.items():
+        planned = reproduce.wanted(tmp_path / "results", experiments=["vgg16-cifar10"], seeds=seeds)
+        assert [(mu, seed) for _, mu, seed in settings_of(planned)] == expected
+
+
+def test_what_was_not_published_cannot_be_wanted(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no published experiment 'vgg16-cifar11'. Did you mean 'vgg16-cifar10'"):
+        reproduce.wanted(tmp_path, experiments=["vgg16-cifar11"])
+
+
+def small(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
+
+
+BREAKS = [True, False]
+
+
+def at_first_breaking(num_classes: int) -> nn.Module:
+    return Breaking(step=6, value=math.nan) if BREAKS.pop(0) else small(num_classes)
+
+
+TWO = [
+    replace(
+        recipes.get("digits-short"), model="test_reproduce:small", epochs=3, batch_size=400, optimizer=optimizer, seed=1
+    )
+    for optimizer in ("sgd", "grda")
+]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """`reproduce --train` of two runs that cost nothing."""
+    monkeypatch.setattr(reproduce, "wanted", lambda *_, **__: TWO)
+    return ["reproduce", "--train", "--device", "cpu", "--results", tmp_path / "results", "--runs", tmp_path / "runs"]
+
+
+def names_and_epochs(results: Path) -> list[tuple[str, int]]:
+    return [(run.entry.run.split(" ")[0], len(run.epochs)) for run in ledger.read(results)]
+
+
+def test_what_is_missing_is_trained_and_in_the_ledger(tmp_path: Path, command: list[Any]) -> None:
+    assert call(*command, "--keep", "1").exit_code == 0
+    expected = [("digits-short/sgd/seed1", 3), ("digits-short/grda-c0.02-mu0.7/seed1", 3)]
+    assert names_and_epochs(tmp_path / "results") == expected
+    [sgd, grda] = [runs.load(tmp_path / "runs" / runs.default_name(recipe)) for recipe in TWO]
+    assert checkpoint.epochs(sgd.checkpoints) == checkpoint.epochs(grda.checkpoints) == [1, 3]
+    before = (tmp_path / "results" / "trajectories.csv").read_bytes()
+    assert call(*command).exit_code == 0
+    assert (tmp_path / "results" / "trajectories.csv").read_bytes() == before
+
+
+def test_training_that_is_stopped_is_in_the_ledger_and_goes_on(
+    tmp_path: Path, command: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = series.series
+
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[series.Step]:
+        for step in plain(*arguments, **options):
+            if (step.number, step.epoch) == (2, 1):
+                signal.raise_signal(signal.SIGINT)
+            yield step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(series, "series", interrupted)
+        stopped = call(*command)
+    assert stopped.exit_code == 130
+    assert "Stopped with 1 of 2 runs at their end; the same command goes on." in stopped.stderr
+    assert [epochs for _, epochs in names_and_epochs(tmp_path / "results")] == [3, 2]
+    assert call(*command).exit_code == 0
+    other = tmp_path / "other"
+    assert call(*command, "--results", other, "--runs", other).exit_code == 0
+    whole, pieces = (ledger.read(results) for results in (other, tmp_path / "results"))
+    assert [[e.test_loss for e in run.epochs] for run in whole] == [[e.test_loss for e in run.epochs] for run in pieces]
+
+
+def test_a_run_that_diverges_is_told_and_the_next_one_trained(
+    tmp_path: Path, command: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = [replace(recipe, model="test_reproduce:at_first_breaking") for recipe in TWO]
+    monkeypatch.setattr(reproduce, "wanted", lambda *_, **__: broken)
+    result = call(*command)
+    assert result.exit_code == 0
+    assert "the training loss became nan in step 2 of epoch 2. The other runs go on." in result.stderr
+    assert [epochs for _, epochs in names_and_epochs(tmp_path / "results")] == [1, 3]
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path, command: list[Any]) -> None:
+    runs.create(tmp_path / "runs" / runs.default_name(TWO[0]), replace(TWO[0], lr=0.5))
+    result = call(*command)
+    assert result.exit_code == 1
+    assert "holds a run with lr=0.5, not 0.1; give another folder" in result.stderr
+
+
+def test_with_nothing_missing_there_is_nothing_to_train(
+    tmp_path: Path, command: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproduce, "wanted", lambda *_, **__: [])
+    assert "Every setting has its runs; for more of them give --seeds." in call(*command).stderr

@@ -12,8 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dirprune import __version__
-from dirprune.lab import cli_compare, cli_research
-from dirprune.lab.console import MinutesOption, clear_errors, emit, integers, is_terminal, say, show
+from dirprune.lab import cli_compare, cli_reproduce, cli_research
+from dirprune.lab.console import (
+    DataOption,
+    DeviceOption,
+    KeepOption,
+    MinutesOption,
+    clear_errors,
+    emit,
+    integers,
+    is_terminal,
+    say,
+    show,
+)
 
 if TYPE_CHECKING:
     from dirprune.lab.recipes import Recipe
@@ -42,11 +53,6 @@ class DownloadName(str, Enum):
     cifar100 = "cifar100"
 
 
-DataOption = Annotated[
-    Path | None,
-    typer.Option("--data", help="Folder of the data sets.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune"),
-]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest there is.")]
 SaveOption = Annotated[int | None, typer.Option(min=1, help="Epochs between checkpoints.", show_default="one a minute")]
 BoardOption = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard event files into the run.")]
 LeanOption = Annotated[
@@ -122,7 +128,7 @@ def train(
     seed: SeedOption = None,
     model: ModelOption = None,
     validation: Annotated[float | None, typer.Option(help="Hold out this share of train and report on it.")] = None,
-    keep: Annotated[str | None, typer.Option(help="Epochs whose checkpoints stay, e.g. 0,10,100.")] = None,
+    keep: KeepOption = None,
     precision: Annotated[Precision | None, typer.Option(help="Of forward and backward.")] = None,
     compile: Annotated[  # noqa: A002
         bool | None, typer.Option("--compile/--no-compile", help="torch.compile the network.")
@@ -361,6 +367,7 @@ def bench(
 
 app.add_typer(cli_research.app)
 app.add_typer(cli_compare.app)
+app.add_typer(cli_reproduce.app)
 
 
 def _changed(recipe: Recipe, **changes: Any) -> Recipe:

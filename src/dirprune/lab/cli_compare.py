@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dirprune.lab.console import (
-    INTERRUPTED,
+    DataOption,
+    DeviceOption,
     Interruption,
     MinutesOption,
-    bar,
     clear_errors,
     emit,
     is_terminal,
@@ -56,11 +55,8 @@ def compare(
         str | None, typer.Option(help="Draw published numbers instead: resnet50-imagenet.", show_default="none")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder; the same command goes on with it.")] = Path("comparison"),
-    data: Annotated[
-        Path | None,
-        typer.Option("--data", help="Folder of the data sets.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune"),
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest there is.")] = "auto",
+    data: DataOption = None,
+    device: DeviceOption = "auto",
 ) -> None:
     """Train pruning methods under one recipe and one budget, and rank them at equal sparsity."""
     with clear_errors():
@@ -104,29 +100,16 @@ def _plan(
 
 def _train(trials: Sequence[Trial], out: Path, device: str, root: Path | None, interruption: Interruption) -> None:
     """Train before the user's eyes, to the end, to Ctrl-C or to the end of the time."""
-    from dirprune.lab.compare import compare
-    from dirprune.lab.follow import device_of
+    from dirprune.lab.compare import Progress, compare
+    from dirprune.lab.follow import device_of, follow_series
 
-    ended = 0
-    with interruption.listening(), bar("", total=trials[0].recipe.epochs, unit="epochs") as advance:
-        steps = compare(trials, out, device=device_of(device), root=root, stopping=interruption)
-        number = epoch = 0
-        with suppress(KeyboardInterrupt):  # the second one
-            for step in steps:
-                if step.number != number:
-                    number, epoch = step.number, 0
-                    trial = step.trial
-                    words = [trial.contestant.name, trial.setting, f"seed {trial.recipe.seed}"]
-                    advance(0, restart=f"[{number}/{len(trials)}] {' '.join(filter(None, words))}")
-                advance(step.epoch - epoch, note=step.note)
-                epoch = step.epoch
-                ended += step.row is not None
-                if step.row is not None and not is_terminal():
-                    emit(asdict(step.row))
-    if ended < len(trials):
-        say(f"Stopped with {ended} of {len(trials)} runs at their end; the same command goes on.")
-    if interruption.asked:
-        raise typer.Exit(INTERRUPTED)
+    def ended(step: Progress) -> None:
+        if step.row is not None and not is_terminal():
+            emit(asdict(step.row))
+
+    steps = compare(trials, out, device=device_of(device), root=root, stopping=interruption)
+    titles = [" ".join(filter(None, [t.contestant.name, t.setting, f"seed {t.recipe.seed}"])) for t in trials]
+    follow_series(steps, titles, [trial.recipe.epochs for trial in trials], interruption, ended=ended)
 
 
 def _conclude(out: Path, sparsities: Sequence[float]) -> None:

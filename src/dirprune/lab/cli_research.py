@@ -1,4 +1,4 @@
-"""The commands of researchers: the theorem, curvature, connectivity, and the published tables; one function a verb."""
+"""The commands of researchers: the theorem, curvature and connectivity; one function a verb."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dirprune.lab.console import Interruption, bar, clear_errors, emit, integers, is_terminal, say, show
+from dirprune.lab.console import DeviceOption, Interruption, bar, clear_errors, emit, integers, is_terminal, say, show
 
 app = typer.Typer()
 GOES_ON = "Stopped; the same command goes on."
@@ -16,7 +16,6 @@ OutOption = Annotated[Path, typer.Option(help="Folder for tables and figures; th
 DataOption = Annotated[
     Path | None, typer.Option("--data", help="Folder of the data sets.", show_default="the run's own")
 ]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest there is.")]
 ExamplesOption = Annotated[
     int | None, typer.Option(min=1, help="Training examples in the Hessian, a fixed part.", show_default="all")
 ]
@@ -247,37 +246,6 @@ def connect(
         else:
             emit(json.loads((out / "summary.json").read_text()))
         say(f"Numbers, {'weights of the bend ' if fit else ''}and figures: {out}")
-
-
-@app.command()
-def reproduce(
-    run: Annotated[list[Path] | None, typer.Argument(help="Run directories to add to the results first.")] = None,
-    results: Annotated[Path, typer.Option(help="Folder of trajectories.csv and ledger.csv.")] = Path("results"),
-    docs: Annotated[Path, typer.Option(help="Folder of reproduction.md and its figures.")] = Path("docs"),
-    page: Annotated[bool, typer.Option("--page", help="Also write docs/reproduction.md.")] = False,
-) -> None:
-    """Compare our runs with the paper's CIFAR tables, cell by cell."""
-    with clear_errors():
-        from dataclasses import asdict
-
-        from dirprune.lab import ledger, reproduction_page
-        from dirprune.lab import reproduce as comparing
-
-        if run:
-            for line in ledger.collect(run, results):
-                say(line)
-        cells = comparing.compare(results)
-        if is_terminal():
-            print(comparing.text(cells))
-        else:
-            for cell in cells:
-                if not cell.missing:
-                    emit({**asdict(cell), "mean": cell.mean, "deviation": cell.deviation})
-            say(comparing.summary(cells))
-        if not (results / "ledger.csv").exists():
-            say(f"{results} has no ledger.csv; give --results, or add runs: dirprune reproduce RUN...")
-        if page:
-            say(f"page: {reproduction_page.write_page(results, docs)}")
 
 
 def _ranks(option: str, text: str) -> tuple[int, int | None]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 
-from dirprune.lab import checkpoint, runs
+from dirprune.lab import runs
 from dirprune.lab.comparison import Row
-from dirprune.lab.experiment import FREE_TO_CHANGE, Diverged, conduct
+from dirprune.lab.experiment import FREE_TO_CHANGE
 from dirprune.lab.recipes import Recipe
-from dirprune.lab.runs import Run
+from dirprune.lab.series import Planned, series
 from dirprune.lab.trials import Trial
 
 _CHOICES = {"optimizer", "method", "options", "c", "seed"} | FREE_TO_CHANGE
@@ -29,6 +28,10 @@ class Progress:
     epoch: int
     note: str = ""
     row: Row | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.row is not None
 
 
 def compare(
@@ -53,34 +56,11 @@ def compare(
         ValueError: the folder holds runs of another comparison.
     """
     _check_alike(out, trials)
-    for number, trial in enumerate(trials, start=1):
-        run = _open(out / "runs" / trial.name, trial.recipe)
-        if run.outcome() is None:
-            if stopping():
-                return
-            _clear(trial)
-            yield Progress(number, trial, max(checkpoint.epochs(run.checkpoints), default=0))
-            try:
-                for record in conduct(run, device=device, root=root, stopping=stopping):
-                    note = f"accuracy {record.test_accuracy:.2f}%, {record.weight_sparsity:.1%} of weights zero"
-                    yield Progress(number, trial, record.epoch, note)
-            except Diverged as error:
-                yield Progress(number, trial, len(run.records()), str(error))
-            except ValueError:
-                if not run.begun:
-                    run.discard()  # it would stand in the way of what is tried instead
-                raise
-            if run.outcome() is not None:
-                checkpoint.prune(run.checkpoints, keep=trial.recipe.keep, last=1)  # nobody goes back from here
-        outcome = run.outcome()
-        if outcome is None:  # it was asked to stop
-            return
-        yield Progress(number, trial, trial.recipe.epochs, row=Row.of(run, outcome))
-
-
-def _open(folder: Path, recipe: Recipe) -> Run:
-    """Return the run in a folder, made if it is not there."""
-    return runs.load(folder) if (folder / "config.json").exists() else runs.create(folder, recipe)
+    planned = [Planned(out / "runs" / trial.name, trial.recipe) for trial in trials]
+    for step in series(planned, device=device, root=root, stopping=stopping):
+        outcome = step.run.outcome() if step.ended else None
+        row = Row.of(step.run, outcome) if outcome else None
+        yield Progress(step.number, trials[step.number - 1], step.epoch, step.note, row)
 
 
 def _check_alike(out: Path, trials: Sequence[Trial]) -> None:
@@ -93,16 +73,3 @@ def _check_alike(out: Path, trials: Sequence[Trial]) -> None:
                     f"{config.parent} was trained with {name}={getattr(there, name)}, which cannot be compared with "
                     f"{name}={getattr(here, name)}; give another --out"
                 )
-
-
-def _clear(trial: Trial) -> None:
-    """Let go of the last trial's memory and, where its compiled code cannot serve the next one, of that.
-
-    Models of one class share their compiled code, whatever masks they train under. Those of STR are of new classes each
-    time; a few of them would fill the cache, whereupon torch stops compiling.
-    """
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    if trial.contestant.method == "str":
-        torch.compiler.reset()

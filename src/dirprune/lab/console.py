@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -207,6 +208,12 @@ def _least_width(console: Console, table: Table) -> int:
     return Measurement.get(console, console.options.update(max_width=10_000), table).minimum
 
 
+DataOption = Annotated[
+    Path | None,
+    typer.Option("--data", help="Folder of the data sets.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune"),
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest there is.")]
+KeepOption = Annotated[str | None, typer.Option(help="Epochs whose checkpoints stay, e.g. 0,10,100.")]
 MinutesOption = Annotated[
     float | None, typer.Option(help="Save and stop after so long.", show_default="when all is done")
 ]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import typer
@@ -91,6 +91,60 @@ def _train(
         ended = _conclude(run, quiet)
         if not ended and (interruption.asked or not interruption.late):  # or another process was asked
             raise typer.Exit(INTERRUPTED)
+
+
+class SeriesStep(Protocol):
+    """Where a series of runs is: run ``number``, from 1, after so many epochs, and whether that run has ended."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def note(self) -> str: ...
+    @property
+    def ended(self) -> bool: ...
+
+
+Taken = TypeVar("Taken", bound=SeriesStep)
+
+
+def follow_series(
+    steps: Iterable[Taken],
+    titles: Sequence[str],
+    epochs: Sequence[int],
+    interruption: Interruption,
+    *,
+    ended: Callable[[Taken], None],
+) -> None:
+    """Train a series of runs to its end, to Ctrl-C or to the end of the time, showing how it goes.
+
+    Args:
+        steps: what `dirprune.lab.series` or `dirprune.lab.compare` yield.
+        titles: what the bar is called, for each run.
+        epochs: how long each run is.
+        interruption: what stops it, and is asked by ``steps`` too.
+        ended: told of every run that has ended.
+    """
+    count = number = epoch = 0
+    with (
+        interruption.listening(),
+        bar("", total=None, unit="epochs") as advance,
+        suppress(KeyboardInterrupt),  # the second one
+    ):
+        for step in steps:
+            if step.number != number:
+                number, epoch = step.number, 0
+                advance(0, restart=f"[{number}/{len(titles)}] {titles[number - 1]}", total=epochs[number - 1])
+            advance(step.epoch - epoch, note=step.note)
+            epoch = step.epoch
+            if step.ended:
+                count += 1
+                ended(step)
+    if count < len(titles):
+        say(f"Stopped with {count} of {len(titles)} runs at their end; the same command goes on.")
+    if interruption.asked:
+        raise typer.Exit(INTERRUPTED)
 
 
 def device_of(name: str) -> torch.device:

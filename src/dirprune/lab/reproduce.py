@@ -6,20 +6,31 @@ length, so that the first 60 of 600 epochs are not those of a run of 60. An unfi
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dirprune.lab import ledger, published
+from dirprune.lab import ledger, published, recipes
 from dirprune.lab.console import wrapped
 from dirprune.lab.ledger import Trajectory
+from dirprune.lab.names import unknown
 from dirprune.lab.published import Estimate, PublishedCell, Setting
+from dirprune.lab.recipes import Recipe
 from dirprune.lab.train import EpochRecord
 
 SURPRISING = 0.001
 """Cells whose `Cell.chance` is below this are worth an explanation."""
+
+
+TELLING: dict[str, tuple[float | None, ...]] = {
+    "vgg16-cifar10": (None, 0.6, 0.51, 0.7, 0.4),
+    "wrn28x10-cifar10": (0.55, None, 0.65, 0.501, 0.6),
+    "wrn28x10-cifar100": (0.55, None, 0.65, 0.501, 0.6),
+}
+"""The settings of each experiment by their μ, None being SGD; those whose runs tell most come first."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,37 @@ def reproductions(runs: Iterable[Trajectory]) -> dict[Setting, list[Trajectory]]
         if run.epochs and not run.entry.departs and run.entry.recipe in published.EXPERIMENTS:
             groups.setdefault(setting_of(run), []).append(run)
     return groups
+
+
+def wanted(results: Path, *, experiments: Iterable[str] = published.EXPERIMENTS, seeds: int = 1) -> list[Recipe]:
+    """Return the published runs that the ledger lacks, the most telling first.
+
+    A setting has enough when ``seeds`` runs of it are complete, whichever their seeds; what is missing gets the
+    smallest seeds from 1 that are free. Every setting comes once before any comes a second time.
+
+    Raises:
+        ValueError: an experiment was not published.
+    """
+    done: dict[Setting, set[int]] = {}
+    for setting, runs in reproductions(ledger.read(results)).items():
+        done[setting] = {run.entry.seed for run in runs if run.entry.complete == "yes"}
+    rounds: list[tuple[int, Recipe]] = []
+    for experiment in experiments:
+        if experiment not in TELLING:
+            raise unknown("published experiment", experiment, TELLING)
+        by_mu = {setting.mu: setting for setting in published.settings(experiment)}
+        for setting in (by_mu[mu] for mu in TELLING[experiment]):
+            there = done.get(setting, set())
+            free = (seed for seed in itertools.count(1) if seed not in there)
+            rounds += [(number, _recipe(setting, next(free))) for number in range(len(there), seeds)]
+    return [recipe for _, recipe in sorted(rounds, key=lambda each: each[0])]
+
+
+def _recipe(setting: Setting, seed: int) -> Recipe:
+    recipe = replace(recipes.get(setting.experiment), optimizer=setting.optimizer, seed=seed)
+    if setting.c is None or setting.mu is None:
+        return recipe
+    return replace(recipe, c=setting.c, mu=setting.mu)
 
 
 def setting_of(run: Trajectory) -> Setting:

@@ -1,0 +1,99 @@
+"""The command that runs the paper's tables again, and compares."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dirprune.lab.console import (
+    DataOption,
+    DeviceOption,
+    Interruption,
+    KeepOption,
+    MinutesOption,
+    clear_errors,
+    emit,
+    integers,
+    is_terminal,
+    say,
+)
+
+if TYPE_CHECKING:
+    from dirprune.lab.recipes import Recipe
+
+app = typer.Typer()
+
+
+@app.command()
+def reproduce(
+    run: Annotated[list[Path] | None, typer.Argument(help="Run directories to add to the results first.")] = None,
+    results: Annotated[Path, typer.Option(help="Folder of trajectories.csv and ledger.csv.")] = Path("results"),
+    docs: Annotated[Path, typer.Option(help="Folder of reproduction.md and its figures.")] = Path("docs"),
+    page: Annotated[bool, typer.Option("--page", help="Also write docs/reproduction.md.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Train what is missing first, most telling first.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Train for this table, e.g. vgg16-cifar10; repeatable.", show_default="all")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Train until every setting has so many runs.")] = 1,
+    runs: Annotated[Path, typer.Option(help="Folder of the runs that are trained.")] = Path("runs/reproduction"),
+    keep: KeepOption = None,
+    minutes: MinutesOption = None,
+    data: DataOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Compare our runs with the paper's CIFAR tables, cell by cell; with --train, run what is missing."""
+    with clear_errors():
+        from dirprune.lab import ledger, reproduction_page
+        from dirprune.lab import reproduce as comparing
+
+        if run:
+            for line in ledger.collect(run, results):
+                say(line)
+        if train:
+            missing = comparing.wanted(results, experiments=only or comparing.TELLING, seeds=seeds)
+            kept = tuple(integers("--keep", keep)) if keep else ()
+            _train_missing([replace(recipe, keep=kept) for recipe in missing], runs, results, minutes, device, data)
+        cells = comparing.compare(results)
+        if is_terminal():
+            print(comparing.text(cells))
+        else:
+            for cell in cells:
+                if not cell.missing:
+                    emit({**asdict(cell), "mean": cell.mean, "deviation": cell.deviation})
+            say(comparing.summary(cells))
+        if not (results / "ledger.csv").exists():
+            say(f"{results} has no ledger.csv; give --results, or train: dirprune reproduce --train")
+        if page:
+            say(f"page: {reproduction_page.write_page(results, docs)}")
+
+
+def _train_missing(
+    missing: list[Recipe], folder: Path, results: Path, minutes: float | None, device: str, root: Path | None
+) -> None:
+    """Train published runs before the user's eyes; what they have come to is in the ledger, however it ends."""
+    from dirprune.lab import ledger
+    from dirprune.lab.follow import device_of, follow_series
+    from dirprune.lab.runs import default_name
+    from dirprune.lab.series import Planned, Step, series
+
+    if not missing:
+        say("Every setting has its runs; for more of them give --seeds.")
+        return
+    planned = [Planned(folder / default_name(recipe), recipe) for recipe in missing]
+    interruption = Interruption(minutes)
+    steps = series(planned, device=device_of(device), root=root, stopping=interruption)
+    titles = [f"{recipe.name} {recipe.setting} seed {recipe.seed}" for recipe in missing]
+
+    def ended(step: Step) -> None:
+        ledger.collect([step.run.folder], results)
+        outcome = step.run.outcome()
+        if outcome and outcome.diverged:
+            say(f"{step.run.folder}: {outcome.diverged}. The other runs go on.")
+
+    try:
+        follow_series(steps, titles, [recipe.epochs for recipe in missing], interruption, ended=ended)
+    finally:
+        ledger.collect([p.folder for p in planned if (p.folder / "metrics.jsonl").exists()], results)
