@@ -1,6 +1,7 @@
 """Time of a Hessian product: against one forward and backward pass, and against curvlinops, in one run.
 
     python benchmarks/eigenpairs.py [--model vgg16] [--device cuda] [--precision tf32] [--batch 64] [--batches 2]
+                                    [--out results/eigenpairs.csv]
 
 Differentiating a gradient costs about twice the gradient: the floor for a vector of a block, which shares the data and
 the first differentiation with the others. A vector alone pays for the gradient too, which makes about three. Compiled
@@ -15,7 +16,9 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +26,27 @@ from torch import Tensor, nn
 from dirprune.curvature import HessianOperator, top_eigenpairs
 from dirprune.lab.models.vgg import vgg16
 from dirprune.lab.models.wide_resnet import wide_resnet
+from dirprune.lab.runs import environment
+from dirprune.lab.tables import merge_rows
 
 BLOCK = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the CSV file; ``over_gradient`` is the ratio to one forward and backward pass."""
+
+    model: str
+    batch: int
+    batches: int
+    precision: str
+    way: str
+    ms: float
+    over_gradient: float
+    hardware: str
+    threads: int
+    torch: str
+    commit: str
 
 
 def convnet() -> nn.Module:
@@ -111,6 +133,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--batches", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="also write the numbers to this CSV file, beside those of other runs")
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.backends.cudnn.benchmark = True
@@ -129,13 +152,19 @@ def main() -> None:
     rows = measure(model, batches, device, options.repeats, compiled, autocast)
     base = rows["forward + backward"]
     size = sum(parameter.numel() for parameter in model.parameters())
+    where = environment(device)
     print(
         f"{options.model}, {size} parameters, {options.batches} batches of {options.batch}, {options.precision}, "
-        f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else 'cpu'}, torch {torch.__version__}"
+        f"{where['device']}, {where['threads']} threads, torch {where['torch']}"
     )
     print(f"{'':40} {'ms':>9} {'ratio':>7}")
     for name, value in rows.items():
         print(f"{name:40} {1000 * value:9.1f} {value / base:7.2f}")
+    if options.out:
+        work = (options.model, options.batch, options.batches, options.precision)
+        here = (where["device"], where["threads"], where["torch"], where["commit"])
+        lines = [Row(*work, name, 1000 * value, value / base, *here) for name, value in rows.items()]
+        merge_rows(options.out, Row, lines, key=["model", "batch", "batches", "precision", "hardware"])
     if device.type == "cuda":
         print(f"most memory: {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
 

@@ -1,6 +1,7 @@
 """What mode connectivity costs: points of weight space measured a second, and milliseconds a step of the fit.
 
     python benchmarks/points.py [--model vgg16] [--images 60000] [--batch 128] [--points 5] [--bf16] [--channels-last]
+                                [--out results/points.csv]
 
 A point is one weight vector measured on all images, BatchNorm's statistics re-estimated where the network has any. The
 images are noise: speed does not depend on what they show. Weights and images lie on the device. Each way of measuring
@@ -13,16 +14,38 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 from dirprune.connect import BezierCurve, fit_curve
 from dirprune.lab.models import build
+from dirprune.lab.runs import environment
+from dirprune.lab.tables import merge_rows
 from dirprune.landscape import Batch, Evaluator, Loaders
 from dirprune.weights import Weights, take
 
 CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the CSV file."""
+
+    model: str
+    images: int
+    batch: int
+    precision: str
+    way: str
+    points_a_second: float
+    over_plain: float
+    fit_step_ms: float
+    hardware: str
+    threads: int
+    torch: str
+    commit: str
 
 
 class Batches(list[Batch]):
@@ -54,6 +77,7 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=5)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--out", type=Path, help="also write the numbers to this CSV file, beside those of other runs")
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -76,13 +100,13 @@ def main() -> None:
         for name, evaluator in ways.items():
             times[name].append(seconds(evaluator, weights))
 
-    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    print(f"{options.model}, {options.images} images, batch {options.batch}, {machine}, torch {torch.__version__}")
+    where = environment(torch.device(device))
+    print(
+        f"{options.model}, {options.images} images, batch {options.batch}, {where['device']}, "
+        f"{where['threads']} threads, torch {where['torch']}"
+    )
     medians = {name: statistics.median(measured[1:]) for name, measured in times.items()}
-    for name, median in medians.items():
-        print(f"{name:>9}: {1 / median:8.3f} points a second ({median:.4f} s a point)")
-    for name in ways:
-        print(f"{name:>9}: {medians['plain'] / medians[name]:8.2f} times as fast as plain")
+    rows = []
     for name, how in fast.items():
         fit = fit_curve(
             model,
@@ -94,8 +118,14 @@ def main() -> None:
             channels_last=options.channels_last,
             **how,
         )
-        fastest = min([record.seconds for record in fit][1:])
-        print(f"{name:>9}: {1000 * fastest / len(list(loaders.train)):8.3f} ms a step of the fit")
+        fastest = 1000 * min([record.seconds for record in fit][1:]) / len(list(loaders.train))
+        rate, ratio = 1 / medians[name], medians["plain"] / medians[name]
+        print(f"{name:>9}: {rate:8.3f} points a second, {ratio:.2f} × plain; {fastest:.3f} ms a step of the fit")
+        work = (options.model, options.images, options.batch, "bfloat16" if options.bf16 else "float32")
+        here = (where["device"], where["threads"], where["torch"], where["commit"])
+        rows.append(Row(*work, name, rate, ratio, fastest, *here))
+    if options.out:
+        merge_rows(options.out, Row, rows, key=["model", "images", "batch", "precision", "hardware"])
 
 
 if __name__ == "__main__":

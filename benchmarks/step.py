@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from dirprune import GRDA
 from dirprune.lab.models import build
 from dirprune.lab.runs import environment
-from dirprune.lab.tables import read_rows, write_rows
+from dirprune.lab.tables import merge_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS = 30
@@ -163,8 +163,7 @@ def main() -> None:
             print(f"{label:42}{ms:9.3f}{ms / least:9.2f}{theirs / ms:11.1f}")
             results.append(Row(title, label, ms, ms / least, theirs / ms, name, where["torch"], where["commit"]))
     if args.out:
-        others = [row for row in read_rows(args.out, Row) if row.hardware != name]
-        write_rows(args.out, Row, others + results)
+        merge_rows(args.out, Row, results, key=["hardware"])
 
 
 if __name__ == "__main__":

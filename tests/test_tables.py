@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from dirprune.lab.tables import OtherSettings, read_rows, settle, write_rows
+from dirprune.lab.tables import OtherSettings, merge_rows, read_rows, settle, write_rows
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,16 @@ def test_rows_come_back_exactly_and_the_file_is_plain_csv(tmp_path: Path) -> Non
     assert list(plain[0]) == ["name", "count", "value", "good"]
     write_rows(path, Point, [Point("nan", 0, math.nan, True)])
     assert math.isnan(read_rows(path, Point)[0].value)
+
+
+def test_merged_rows_take_the_place_of_their_like_and_leave_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "points.csv"
+    merge_rows(path, Point, POINTS, key=["name"])
+    new = [replace(POINTS[1], value=0.0), replace(POINTS[1], value=1.0), Point("new", 1, 2.0, True)]
+    merge_rows(path, Point, new, key=["name", "count"])
+    assert read_rows(path, Point) == [POINTS[0], POINTS[2], *new]
+    merge_rows(path, Point, [Point("", 7, 2.0, True)], key=["name", "count"])
+    assert read_rows(path, Point)[:2] == [POINTS[0], POINTS[2]]
 
 
 def test_no_file_is_no_row_and_an_empty_table_has_its_head(tmp_path: Path) -> None:

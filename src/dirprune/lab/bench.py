@@ -22,7 +22,7 @@ from dirprune.lab.experiment import make_optimizer
 from dirprune.lab.lean import lowered
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.runs import environment
-from dirprune.lab.tables import write_rows
+from dirprune.lab.tables import merge_rows
 from dirprune.lab.train import batch_sizes, evaluate
 
 PEAK_FLOPS = 790e12
@@ -209,10 +209,11 @@ class Measured(Cost):
 
 
 def write(costs: Sequence[Cost], path: Path, device: torch.device) -> None:
-    """Write the costs as CSV."""
+    """Write the costs to a CSV file; those of other networks in it stay."""
     where = environment(device)
     told = {key: where[key] for key in ("torch", "commit", "command")}
-    write_rows(path, Measured, [Measured(**cost.to_dict(), hardware=where["device"], **told) for cost in costs])
+    rows = [Measured(**cost.to_dict(), hardware=where["device"], **told) for cost in costs]
+    merge_rows(path, Measured, rows, key=("model", "batch_size", "optimizer"))
 
 
 def _floor_ms(model: str, workload: Workload, batch_size: int) -> float:

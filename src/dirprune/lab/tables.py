@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
@@ -66,6 +66,17 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
             ]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} cannot be read as a table of {kind.__name__} ({error}); delete it") from error
+
+
+def merge_rows(path: Path, kind: type[Row], rows: Iterable[Row], *, key: Sequence[str]) -> None:
+    """Write rows into a table; they take the place of those that are alike in the columns ``key``, the others stay."""
+    new = list(rows)
+
+    def known_by(row: Row) -> tuple[Any, ...]:
+        return tuple(getattr(row, name) for name in key)
+
+    replaced = {known_by(row) for row in new}
+    write_rows(path, kind, [*(row for row in read_rows(path, kind) if known_by(row) not in replaced), *new])
 
 
 def settle(folder: Path, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
