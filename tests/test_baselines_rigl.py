@@ -33,7 +33,7 @@ def by_bisection(shapes: list[torch.Size], density: float) -> list[float]:
 @pytest.mark.parametrize("network", ["small", "resnet18", "resnet50"])
 def test_erk_densities_meet_the_target_with_layers_capped_at_one(network: str, density: float) -> None:
     with torch.device("meta"):
-        shapes = [layer.weight.shape for layer in prunable(models.build(network, 10)).values()]
+        shapes = [weight.parameter.shape for weight in prunable(models.build(network, 10)).values()]
     found = erk_densities(shapes, density)
     sizes = [shape.numel() for shape in shapes]
     assert sum(n * d for n, d in zip(sizes, found, strict=True)) == pytest.approx(density * sum(sizes), rel=1e-12)
@@ -70,7 +70,7 @@ def test_a_deep_network_without_normalisation_begins_with_the_signal_of_the_dens
     def spread_and_gradient(model: nn.Module) -> tuple[float, float]:
         logits = model.eval()(torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
         cross_entropy(logits, torch.arange(32) % 10).backward()
-        first = next(iter(prunable(model).values())).weight
+        first = next(iter(prunable(model).values())).parameter
         assert first.grad is not None
         return logits.std(0).mean().item(), first.grad.norm().item()
 

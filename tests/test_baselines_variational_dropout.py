@@ -13,12 +13,17 @@ from torch.optim import SGD
 
 from dirprune import GRDA
 from dirprune.lab.baselines.variational_dropout import (
-    VariationalConv2d,
+    Variational,
     VariationalDropout,
     kl_divergence,
     make_plain,
     make_variational,
 )
+
+
+def noisy_twin(layer: nn.Module, *, start: float, scale: float) -> Variational:
+    assert isinstance(layer.weight, nn.Parameter)
+    return make_variational(layer, nn.Parameter(torch.full_like(layer.weight, start / scale)), scale=scale)
 
 
 def kl_by_integration(log_alpha: float) -> float:
@@ -68,7 +73,7 @@ def test_the_noise_in_outputs_is_that_of_noisy_weights(kind: str) -> None:
             sampled.append(layer(inputs))
         expected = torch.cat(sampled)
         layer.weight.copy_(mean_weight)
-        noisy = make_variational(layer, start=-2.0, scale=7.0)
+        noisy = noisy_twin(layer, start=-2.0, scale=7.0)
         found = noisy.train()(inputs.expand(draws, *inputs.shape[1:]))
     deviation = expected.std(0)
     torch.testing.assert_close(found.std(0), deviation, rtol=0.1, atol=0)
@@ -78,23 +83,37 @@ def test_the_noise_in_outputs_is_that_of_noisy_weights(kind: str) -> None:
 def test_weights_with_too_much_noise_are_zero_in_evaluation_and_at_the_end() -> None:
     layer = nn.Conv2d(2, 4, 3)
     parameters = dict(layer.named_parameters())
-    noisy = make_variational(layer, start=-3.0, scale=1.0)
-    assert noisy is layer
-    assert isinstance(layer, VariationalConv2d)
-    assert dict(layer.named_parameters()).items() >= parameters.items()  # the very same parameters, for the optimizer
-    alpha = math.exp(-3.0) / layer.weight.detach().square()
-    expected = layer.weight.detach().clone()
+    weight = layer.weight
+    alpha = math.exp(-3.0) / weight.detach().square()
+    expected = weight.detach().clone()
     expected[alpha > math.exp(3.0)] = 0
     assert 0 < int((expected == 0).sum()) < expected.numel()
+    method = VariationalDropout(start=-3.0)
+    method.attach(layer, SGD(layer.parameters(), lr=0.1), steps=1, examples=10)
+    assert isinstance(layer, Variational)
+    assert isinstance(layer, nn.Conv2d)
+    assert dict(layer.named_parameters()).items() >= parameters.items()  # the very same parameters, for the optimizer
     inputs = torch.randn(3, 2, 5, 5)
     with torch.no_grad():
         logits = layer.eval()(inputs)
         torch.testing.assert_close(logits, nn.functional.conv2d(inputs, expected, layer.bias))
-        make_plain(noisy)
+        method.finish()
         assert type(layer) is nn.Conv2d
         assert list(dict(layer.named_parameters())) == ["weight", "bias"]
         torch.testing.assert_close(layer(inputs), logits, rtol=0, atol=0)
+    assert layer.weight is weight
     assert torch.equal(layer.weight, expected)
+
+
+def test_a_layer_is_its_own_self_again() -> None:
+    class Own(nn.Linear):
+        pass
+
+    layer = Own(2, 2)
+    before = layer.weight.detach().clone()
+    make_plain(noisy_twin(layer, start=-10.0, scale=1.0))
+    assert type(layer) is Own
+    assert torch.equal(layer.weight, before)
 
 
 def test_the_kl_term_rises_to_beta_over_the_number_of_examples() -> None:
@@ -117,16 +136,28 @@ def test_the_kl_moves_log_sigma_at_its_pace_whatever_the_number_of_examples() ->
         method.attach(layer, optimizer, steps=10, examples=examples)
         method.penalty().backward()
         optimizer.step()
-        moved = method.layers[""].log_sigma2() + 10.0
+        [(_, [noisy])] = method.noisy
+        moved = noisy.log_sigma2() + 10.0
         torch.testing.assert_close(moved, torch.full((3, 4), 0.2 * 0.1 / 2), rtol=0.01, atol=0)
 
 
-def test_what_has_no_twin_is_refused_and_grda_leaves_the_noise_alone() -> None:
+def test_what_has_no_twin_stays_dense_and_alone_is_refused() -> None:
     class Own(nn.Linear):
-        pass
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs).relu()
 
-    with pytest.raises(ValueError, match="of type Own"):
-        make_variational(Own(2, 2), start=-10.0, scale=1.0)
+    model = nn.Sequential(Own(4, 4), nn.Linear(4, 2))
+    method = VariationalDropout(start=20.0)
+    method.attach(model, SGD(model.parameters(), lr=0.1), steps=1, examples=1)
+    assert {name: (w == 0).all().item() for name, w in method.weights().items() if w.dim() > 1} == {
+        "0.weight": False,
+        "1.weight": True,
+    }
+    with pytest.raises(ValueError, match="no linear or convolutional layer that can be noisy"):
+        VariationalDropout().attach(Own(2, 2), SGD(Own(2, 2).parameters(), lr=0.1), steps=1, examples=1)
+
+
+def test_grda_leaves_the_noise_alone() -> None:
     model = nn.Linear(3, 3)
     optimizer = GRDA(model.parameters(), c=0.5, weight_decay=0.1)
     VariationalDropout().attach(model, optimizer, steps=1, examples=1)

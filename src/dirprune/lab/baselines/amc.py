@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from dirprune.lab.baselines.ddpg import Agent
 from dirprune.lab.baselines.magnitude import layer_masks
 from dirprune.lab.baselines.masks import Masked
-from dirprune.lab.baselines.method import Layer, check_fraction, check_sparsity, prunable
+from dirprune.lab.baselines.method import Weight, check_fraction, check_sparsity, prunable
 
 NOISE = 0.5
 NOISE_DECAY = 0.95
@@ -41,14 +41,15 @@ LEARNING_STEPS = 15
 """Steps of actor and critic after an episode."""
 
 
-def describe(layers: Mapping[str, Layer]) -> Tensor:
+def describe(weights: Mapping[str, Weight]) -> Tensor:
     """Return what the agent sees of each layer: place, kind, outputs, inputs, kernel, stride, size; at most 1 each."""
     rows = []
-    for place, layer in enumerate(layers.values(), start=1):
-        outputs, inputs = layer.weight.shape[:2]
-        stride = 1 if isinstance(layer, nn.Linear) else layer.stride[0]
-        size = layer.weight.numel()
-        rows.append([place, isinstance(layer, nn.Linear), outputs, inputs, size / (outputs * inputs), stride, size])
+    for place, weight in enumerate(weights.values(), start=1):
+        outputs, inputs = weight.parameter.shape[:2]
+        kernel = weight.parameter[0, 0].numel()
+        stride = getattr(weight.places[0][0], "stride", (1,))[0]
+        size = weight.parameter.numel()
+        rows.append([place, weight.parameter.dim() == 2, outputs, inputs, kernel, stride, size])
     features = torch.tensor(rows, dtype=torch.float32)
     return features / features.amax(0).clamp_min(1.0)
 

@@ -28,7 +28,7 @@ class Masked(Method):
 
     def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
         super().attach(model, optimizer, steps=steps, examples=examples)
-        self.layer_weights = {name: layer.weight for name, layer in prunable(model).items()}
+        self.layer_weights = {name: weight.parameter for name, weight in prunable(model).items()}
         self.masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in self.layer_weights.items()}
         self._hook = optimizer.register_step_post_hook(self._after_optimizer)
 
@@ -58,6 +58,15 @@ class Masked(Method):
 
     def _after_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.apply()
+
+
+def interval(asked: int | None, window: int) -> int:
+    """Return the steps between two acts: as asked, or 100, or a tenth of the window where that is less.
+
+    >>> interval(None, 2000), interval(None, 50), interval(7, 2000)
+    (100, 5, 7)
+    """
+    return min(100, max(1, window // 10)) if asked is None else asked
 
 
 def keep_largest(scores: Tensor, count: int) -> Tensor:

@@ -7,13 +7,14 @@ A method is made with its options, attached to a model and its optimizer, and ma
 - between steps, by `Method.after_step`, where any Python may run, again in place on the same tensors;
 - at the end, by `Method.finish`, after which the model is a plain one, with its zeros in its weights.
 
-Only the weights of linear and convolutional layers (`prunable`) are pruned by methods that prune by layer: biases,
-normalisation, embeddings and transposed convolutions stay dense. A preset sparsity is a fraction of those weights.
+What methods prune layer by layer are the trainable weights (`prunable`): biases, the scales of normalisation and what
+is frozen stay as they are. A preset sparsity is a fraction of those weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -22,8 +23,17 @@ from torch.optim import Optimizer
 
 from dirprune import SparsityReport, sparsity
 
-LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight: a parameter, what the model calls it, and the modules that have it, as which attribute.
+
+    There are several of them where modules share one weight.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    places: tuple[tuple[nn.Module, str], ...]
 
 
 class Method:
@@ -92,21 +102,26 @@ class Method:
             tensor.copy_(state[key])
 
 
-def prunable(model: nn.Module) -> dict[str, Layer]:
-    """Return the linear and convolutional layers by name; of layers that share one weight, the first.
+def prunable(model: nn.Module) -> dict[str, Weight]:
+    """Return the trainable parameters of two dimensions or more, by the name of their layer.
 
-    >>> list(prunable(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2))))
-    ['0', '3']
+    A weight that modules share comes once, and one that is not called "weight" has its whole name.
+
+    >>> list(prunable(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.GRU(8, 2))))
+    ['0', '3.weight_ih_l0', '3.weight_hh_l0']
     """
-    layers: dict[str, Layer] = {}
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        if isinstance(module, LAYERS) and id(module.weight) not in seen:
-            seen.add(id(module.weight))
-            layers[name] = module
-    if not layers:
-        raise ValueError("model has no linear or convolutional layer, so there is nothing to prune")
-    return layers
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((module, attribute))
+    weights = {
+        "" if name == "weight" else name.removesuffix(".weight"): Weight(name, p, tuple(places[id(p)]))
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.dim() > 1
+    }
+    if not weights:
+        raise ValueError("model has no trainable weight of two dimensions or more, so there is nothing to prune")
+    return weights
 
 
 def check_sparsity(value: float, argument: str = "sparsity") -> float:

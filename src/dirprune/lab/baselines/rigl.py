@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dirprune.lab.baselines.masks import Masked, keep_largest, whole_counts
+from dirprune.lab.baselines.masks import Masked, interval, keep_largest, whole_counts
 from dirprune.lab.baselines.method import check_fraction, check_sparsity
 from dirprune.lab.loader import generator
 
@@ -85,7 +85,7 @@ class RigL(Masked):
     Args:
         sparsity: of the prunable weights.
         alpha: the fraction of a layer that moves at first.
-        every: ΔT, the steps between moves.
+        every: ΔT, the steps between moves; by default 100, or a tenth of T_end where that is less.
         until: T_end as a fraction of training.
         seed: of the connections at the start.
 
@@ -101,13 +101,13 @@ class RigL(Masked):
     knob = "sparsity"
 
     def __init__(
-        self, *, sparsity: float, alpha: float = 0.3, every: int = 100, until: float = 0.75, seed: int = 0
+        self, *, sparsity: float, alpha: float = 0.3, every: int | None = None, until: float = 0.75, seed: int = 0
     ) -> None:
         check_sparsity(sparsity)
         check_fraction(until, "until")
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha={alpha} is not a fraction of the weights; give one in [0, 1], e.g. 0.3")
-        if every < 1:
+        if every is not None and every < 1:
             raise ValueError(f"every={every}: give the steps between moves, at least 1")
         self.final = sparsity
         self.alpha = alpha
@@ -132,7 +132,7 @@ class RigL(Masked):
 
     def after_step(self, step: int) -> None:
         end = self.until * self.steps
-        if step % self.every or step >= end:
+        if step % interval(self.every, round(end)) or step >= end:
             return
         fraction = drop_fraction(step, end=round(end), alpha=self.alpha)
         moved = {}

@@ -6,6 +6,7 @@ The network computes with W; V and one number s a layer are trained, by the loss
 its negative start towards 0, so that the threshold σ(s) grows until the loss, through W, holds it where it is.
 
 Preset: no sparsity; the decay of s decides it (the original has one decay for s and V, which here keeps the recipe's).
+Recurrent layers, whose weights torch reads past any reparametrisation, stay dense.
 
 Reference: Kusupati, Ramanujan, Somani, Wortsman, Jain, Kakade & Farhadi, "Soft threshold weight reparameterization for
 learnable sparsity", ICML 2020.
@@ -21,10 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from dirprune.lab.baselines.method import Layer, Method, prunable
-
-_ORIGINAL = "parametrizations.weight.original"
-_THRESHOLD = "parametrizations.weight.0.s"
+from dirprune.lab.baselines.method import Method, Weight, prunable
 
 
 class SoftThreshold(nn.Module):
@@ -67,30 +65,35 @@ class Str(Method):
             raise ValueError(f"start={start} is not a threshold; give a finite number, e.g. -10")
         self.decay = decay
         self.start = start
-        self.layers: dict[str, Layer] = {}
+        self.thresholded: list[tuple[Weight, SoftThreshold]] = []
 
     def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
         super().attach(model, optimizer, steps=steps, examples=examples)
-        self.layers = prunable(model)
-        thresholds = []
-        for layer in self.layers.values():
-            map_ = SoftThreshold(self.start).to(layer.weight)
-            parametrize.register_parametrization(layer, "weight", map_)
-            thresholds.append(map_.s)
-        group: dict[str, Any] = {"params": thresholds, "weight_decay": self.decay}
+        self._plain = dict(model.named_parameters())
+        for weight in prunable(model).values():
+            if any(isinstance(module, nn.RNNBase) for module, _ in weight.places):
+                continue
+            map_ = SoftThreshold(self.start).to(weight.parameter)
+            for module, attribute in weight.places:
+                parametrize.register_parametrization(module, attribute, map_)
+            self.thresholded.append((weight, map_))
+        if not self.thresholded:
+            raise ValueError("model has recurrent layers alone, which STR cannot prune; take another method")
+        group: dict[str, Any] = {"params": [map_.s for _, map_ in self.thresholded], "weight_decay": self.decay}
         if "c" in optimizer.defaults:
             group["c"] = 0.0  # gRDA must not threshold the thresholds
         optimizer.add_param_group(group)
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        named = {name: p.detach() for name, p in self.model.named_parameters() if not name.endswith(_THRESHOLD)}
-        for name, layer in self.layers.items():
-            prefix = f"{name}." if name else ""
-            named[f"{prefix}{_ORIGINAL}"] = layer.weight
-        return {name.replace(_ORIGINAL, "weight"): tensor for name, tensor in named.items()}
+        thresholded = {weight.name: map_(weight.parameter) for weight, map_ in self.thresholded}
+        return {name: thresholded.get(name, p.detach()) for name, p in self._plain.items()}
 
     def finish(self) -> None:
-        for layer in self.layers.values():
-            parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
-        self.layers = {}
+        final = self.weights()
+        for weight, _ in self.thresholded:
+            for module, attribute in weight.places:
+                parametrize.remove_parametrizations(module, attribute, leave_parametrized=False)
+            with torch.no_grad():  # once, whatever the number of places
+                weight.parameter.copy_(final[weight.name])
+        self.thresholded = []

@@ -9,6 +9,8 @@ for N examples, with β rising from 0 to its final value. The noise is drawn whe
 
 Preset: no sparsity; the final β decides it (1 is the variational bound). log σ² is trained by the same optimizer as all
 else, as √(pace·N)·ρ: the KL term then moves it by about pace·γ/2 a step, whatever the number of examples.
+Linear layers and convolutions are noisy. What is multiplied elsewhere stays dense: embeddings, recurrent layers, the
+inside of torch's attention, and layers with a forward of their own.
 
 Reference: Molchanov, Ashukha & Vetrov, "Variational dropout sparsifies deep neural networks", ICML 2017; β ≠ 1: Gale,
 Elsen & Hooker, "The state of sparsity in deep neural networks", 2019.
@@ -17,6 +19,7 @@ Elsen & Hooker, "The state of sparsity in deep neural networks", 2019.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, softplus
 from torch.optim import Optimizer
 
-from dirprune.lab.baselines.method import Method, check_fraction, prunable
+from dirprune.lab.baselines.method import Method, Weight, check_fraction, prunable
 
 LOG_ALPHA_LIMIT = 3.0
 _K1, _K2, _K3 = 0.63576, 1.87320, 1.48695
@@ -39,89 +42,81 @@ def kl_divergence(log_alpha: Tensor) -> Tensor:
     return _K1 - _K1 * (_K2 + _K3 * log_alpha).sigmoid() + 0.5 * softplus(-log_alpha)
 
 
-class _Variational(nn.Module):
-    """What the variational layers add to the plain ones, whose weight is the mean."""
+class Variational(nn.Module):
+    """What the variational twin of a layer adds to it; the layer's own weight is the mean."""
 
-    weight: Tensor
+    plain: type[nn.Module]
     bias: Any  # a tensor or None; torch declares it one way for linear layers, another for convolutions
     rho: nn.Parameter
     scale: float
+
+    @property
+    def mean(self) -> Tensor:
+        mean = self._parameters["weight"]
+        assert mean is not None
+        return mean
+
+    @property
+    def weight(self) -> Tensor:
+        """What others read who do not call the layer, as torch's transformer does in evaluation."""
+        return self.mean if self.training else self.pruned_weight()
 
     def log_sigma2(self) -> Tensor:
         # e^±20 is noise that drowns or vanishes; further out only overflows lie.
         return (self.scale * self.rho).clamp(-20, 20)
 
     def log_alpha(self) -> Tensor:
-        return self.log_sigma2() - (self.weight.square() + 1e-16).log()
+        return self.log_sigma2() - (self.mean.square() + 1e-16).log()
 
     def pruned_weight(self) -> Tensor:
-        return self.weight * (self.log_alpha() <= LOG_ALPHA_LIMIT)
+        return self.mean * (self.log_alpha() <= LOG_ALPHA_LIMIT)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.training:
             return self.apply_weight(inputs, self.pruned_weight(), self.bias)
-        mean = self.apply_weight(inputs, self.weight, self.bias)
+        mean = self.apply_weight(inputs, self.mean, self.bias)
         variance = self.apply_weight(inputs.square(), self.log_sigma2().exp(), None)
         # The root has no slope at 0, where all inputs of an output are 0.
         return mean + (variance + 1e-8).sqrt() * torch.randn_like(mean)
 
     def apply_weight(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
-
-class VariationalLinear(_Variational, nn.Linear):
-    """A linear layer with noisy weights."""
-
-    def apply_weight(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(inputs, weight, bias)
-
-
-class _VariationalConv(_Variational):
-    def apply_weight(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if issubclass(self.plain, nn.Linear):
+            return linear(inputs, weight, bias)
         convolved: Tensor = self._conv_forward(inputs, weight, bias)  # type: ignore[operator]
         return convolved
 
 
-class VariationalConv1d(_VariationalConv, nn.Conv1d):
-    """A convolution with noisy weights."""
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class VariationalConv2d(_VariationalConv, nn.Conv2d):
-    """A convolution with noisy weights."""
+@cache
+def twin(kind: type[nn.Module]) -> type[Variational]:
+    """Return the class of the variational twins of a class of layers."""
+    return type(f"Variational{kind.__name__}", (Variational, kind), {"plain": kind})
 
 
-class VariationalConv3d(_VariationalConv, nn.Conv3d):
-    """A convolution with noisy weights."""
+def has_twin(layer: nn.Module) -> bool:
+    """Return whether a layer is linear or a convolution and computes as torch's own do.
+
+    >>> has_twin(nn.Conv2d(1, 1, 1)), has_twin(nn.ConvTranspose2d(1, 1, 1))
+    (True, False)
+    """
+    return any(isinstance(layer, kind) and type(layer).forward is kind.forward for kind in _LAYERS)
 
 
-_TWINS: dict[type[nn.Module], type[_Variational]] = {
-    nn.Linear: VariationalLinear,
-    nn.Conv1d: VariationalConv1d,
-    nn.Conv2d: VariationalConv2d,
-    nn.Conv3d: VariationalConv3d,
-}
-_PLAIN = {twin: plain for plain, twin in _TWINS.items()}
-
-
-def make_variational(layer: nn.Module, *, start: float, scale: float) -> _Variational:
-    """Turn a plain layer into its variational twin, in place: it stays where it is, with its own parameters."""
-    if type(layer) not in _TWINS:
-        known = ", ".join(plain.__name__ for plain in _TWINS)
-        raise ValueError(f"a layer is of type {type(layer).__name__}; variational dropout knows {known}")
-    weight: Tensor = layer.weight  # type: ignore[assignment]
-    layer.__class__ = _TWINS[type(layer)]
-    assert isinstance(layer, _Variational)
-    layer.rho = nn.Parameter(torch.full_like(weight, start / scale))
+def make_variational(layer: nn.Module, rho: nn.Parameter, *, scale: float) -> Variational:
+    """Turn a layer into its variational twin, in place: it stays where it is, with its own parameters."""
+    layer.__class__ = twin(type(layer))  # type: ignore[arg-type]  # mypy takes a class's hash for its objects'
+    assert isinstance(layer, Variational)
+    layer.rho = rho
     layer.scale = scale
     return layer
 
 
-def make_plain(layer: _Variational) -> None:
-    """Turn a variational layer back into a plain one, with zeros where it pruned."""
-    with torch.no_grad():
-        layer.weight.copy_(layer.pruned_weight())
+def make_plain(layer: Variational) -> None:
+    """Turn a variational layer back into what it was; its weight is the mean."""
     del layer.rho, layer.scale
-    layer.__class__ = _PLAIN[type(layer)]  # type: ignore[assignment]
+    layer.__class__ = layer.plain  # type: ignore[assignment]
 
 
 class VariationalDropout(Method):
@@ -156,23 +151,33 @@ class VariationalDropout(Method):
         self.anneal = anneal
         self.start = start
         self.pace = pace
-        self.layers: dict[str, _Variational] = {}
+        self.noisy: list[tuple[Weight, list[Variational]]] = []
 
     def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
         super().attach(model, optimizer, steps=steps, examples=examples)
+        self._plain = dict(model.named_parameters())
         scale = math.sqrt(self.pace * examples)
-        layers = prunable(model)
-        self.layers = {n: make_variational(layer, start=self.start, scale=scale) for n, layer in layers.items()}
-        group: dict[str, Any] = {"params": [layer.rho for layer in self.layers.values()], "weight_decay": 0.0}
+        # torch's attention multiplies by the weights of its layers itself.
+        inside = {
+            c for module in model.modules() if isinstance(module, nn.MultiheadAttention) for c in module.children()
+        }
+        for weight in prunable(model).values():
+            layers = [module for module, _ in weight.places]
+            if all(has_twin(layer) and layer not in inside for layer in layers):
+                rho = nn.Parameter(torch.full_like(weight.parameter, self.start / scale))
+                self.noisy.append((weight, [make_variational(layer, rho, scale=scale) for layer in layers]))
+        if not self.noisy:
+            raise ValueError("model has no linear or convolutional layer that can be noisy; take another method")
+        rhos = [layers[0].rho for _, layers in self.noisy]
+        group: dict[str, Any] = {"params": rhos, "weight_decay": 0.0}
         if "c" in optimizer.defaults:
             group["c"] = 0.0  # gRDA must not threshold the noise
         optimizer.add_param_group(group)
-        device = next(iter(self.layers.values())).weight.device
-        self._share = torch.zeros((), device=device)  # on the device, where a recorded step reads it
+        self._share = torch.zeros((), device=rhos[0].device)  # on the device, where a recorded step reads it
         self.after_step(0)
 
     def penalty(self) -> Tensor:
-        total = torch.stack([kl_divergence(layer.log_alpha()).sum() for layer in self.layers.values()]).sum()
+        total = torch.stack([kl_divergence(layers[0].log_alpha()).sum() for _, layers in self.noisy]).sum()
         return self._share * total
 
     def after_step(self, step: int) -> None:
@@ -182,16 +187,17 @@ class VariationalDropout(Method):
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        rhos = {id(layer.rho) for layer in self.layers.values()}
-        named = {name: p.detach() for name, p in self.model.named_parameters() if id(p) not in rhos}
-        for name, layer in self.layers.items():
-            named[f"{name}.weight" if name else "weight"] = layer.pruned_weight()
-        return named
+        pruned = {weight.name: layers[0].pruned_weight() for weight, layers in self.noisy}
+        return {name: pruned.get(name, p.detach()) for name, p in self._plain.items()}
 
     def finish(self) -> None:
-        for layer in self.layers.values():
-            make_plain(layer)
-        self.layers = {}
+        final = self.weights()
+        for weight, layers in self.noisy:
+            for layer in layers:
+                make_plain(layer)
+            with torch.no_grad():
+                weight.parameter.copy_(final[weight.name])
+        self.noisy = []
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"share": self._share}
