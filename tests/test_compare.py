@@ -174,11 +174,21 @@ def test_the_default_sweep_of_str_is_as_strong_as_the_length_and_weight_decay_as
     assert s.item() / start == pytest.approx(end, rel=0.05)
 
 
-def test_the_default_sweep_of_rda_counts_the_rate_at_which_thresholds_grow() -> None:
-    recipe = replace(recipes.get("digits"), lr=0.025)
-    steps, rate = recipe.epochs * 45, recipe.lr / (1 - recipe.momentum)
-    lam = trials.default_sweep(trials.contestant("rda"), recipe, 45)[1]
-    assert lam * steps * rate == pytest.approx(recipe.c * rate**0.5 * (steps * rate) ** recipe.mu, rel=0.01)
+@pytest.mark.parametrize("changes", [{}, {"lr": 0.025}, {"epochs": 3}, {"epochs": 300, "lr": 0.2}])
+def test_default_thresholds_end_where_those_of_the_unchanged_recipe_do(changes: dict[str, Any]) -> None:
+    own = replace(recipes.get("digits"), schedule=Schedule())
+    recipe = replace(own, **changes)
+    expected = threshold(Grda(c=own.c), own, own.epochs * 45)
+    for name, kind, knob in (("grda", Grda, "c"), ("rda", Rda, "lam")):
+        value = trials.default_sweep(trials.contestant(name), recipe, 45)[1]
+        found = threshold(kind(**{knob: value}), recipe, recipe.epochs * 45)
+        assert found == pytest.approx(expected, rel=6e-3)  # three digits of the knob
+
+
+def test_the_default_sweep_of_an_unchanged_recipe_is_around_its_own_c() -> None:
+    for name in ("digits", "resnet18-cifar10", "vgg16-cifar10-modern"):
+        recipe = recipes.get(name)
+        assert trials.default_sweep(trials.contestant("grda"), recipe, 391)[1] == recipe.c
 
 
 def test_what_str_loses_in_a_step_counts_momentum() -> None:

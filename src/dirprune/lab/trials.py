@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dirprune.lab import baselines
+from dirprune.lab import baselines, recipes
 from dirprune.lab.experiment import make_method
 from dirprune.lab.names import unknown
 from dirprune.lab.recipes import Option, Recipe
@@ -198,16 +198,17 @@ def default_sweep(contestant: Contestant, recipe: Recipe, batches: int) -> list[
 
     With n steps at rates γᵢ = lr · factorᵢ / (1 − momentum), from the base rate γ:
 
-    - gRDA: c around the recipe's own.
-    - ℓ₁-RDA: the λ whose threshold nγλ ends where gRDA's, c √γ (nγ)^μ, does at a constant rate.
+    - gRDA: around the c whose threshold c √γ (nγ)^μ ends, at a constant rate, where that of the unchanged recipe does.
+    - ℓ₁-RDA: the λ whose threshold nγλ ends there too.
     - STR: around `str_decay`.
     - variational dropout: β up to 1, the variational bound, and less with weight decay.
     """
     rate = recipe.lr / (1 - recipe.momentum)
     steps = recipe.epochs * batches
+    threshold = final_threshold(recipe, batches)
     strengths: dict[str, tuple[Sequence[float], Callable[[], float]]] = {
-        "grda": (FACTORS, lambda: recipe.c),
-        "rda": (FACTORS, lambda: recipe.c * rate**0.5 * (steps * rate) ** (recipe.mu - 1)),
+        "grda": (FACTORS, lambda: threshold / (rate**0.5 * (steps * rate) ** recipe.mu)),
+        "rda": (FACTORS, lambda: threshold / (steps * rate)),
         "str": (FACTORS, lambda: str_decay(recipe, batches)),
         "variational-dropout": (BETAS, lambda: weight_decay_share(recipe, exposure(recipe, batches))),
     }
@@ -216,6 +217,16 @@ def default_sweep(contestant: Contestant, recipe: Recipe, batches: int) -> list[
     factors, strength = strengths[contestant.method]
     unit = strength()
     return [float(f"{factor * unit:.3g}") for factor in factors]
+
+
+def final_threshold(recipe: Recipe, batches: int) -> float:
+    """Return where gRDA's threshold ends, at a constant rate, under the recipe as it is known by its name.
+
+    Its c was chosen for that length and rate; what a user has changed of them must not change the sparsity.
+    """
+    own = recipes.get(recipe.name) if recipe.name in recipes.names() else recipe
+    rate = own.lr / (1 - own.momentum)
+    return float(recipe.c * rate**0.5 * (own.epochs * batches * rate) ** recipe.mu)
 
 
 def str_decay(recipe: Recipe, batches: int) -> float:
