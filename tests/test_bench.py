@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 
 from dirprune.lab import bench, models
 from dirprune.lab.recipes import Recipe
+from dirprune.lab.tables import read_rows
 
 CPU = torch.device("cpu")
 
@@ -67,3 +70,48 @@ def test_the_table_compares_with_sgd_the_floor_and_the_paper() -> None:
     assert [row["paper ms"] for row in rows] == ["21.4", "30.3"]
     assert [row["share of floor"] for row in rows] == ["50%", "33%"]
     assert [(row["MiB"], row["paper MiB"]) for row in rows] == [("–", "1756"), ("600", "1809")]
+
+
+def pair(
+    sgd: tuple[float, float, float], grda: tuple[float, float, float], model: str = "wrn28x10"
+) -> list[bench.Cost]:
+    """Costs of a network of 1,048,576 parameters: milliseconds, MiB and the rest of an epoch."""
+    return [
+        bench.Cost(model, 128, 2**20, name, ms, 5.0, mib, rest)
+        for name, (ms, mib, rest) in (("sgd", sgd), ("grda", grda))
+    ]
+
+
+def test_bars_are_what_the_project_asks_for() -> None:
+    found = {bar.what: bar for bar in bench.bars(pair((12.4, 1000.0, 0.051), (12.6, 1014.0, 0.049)))}
+    assert {what: bar.met for what, bar in found.items()} == {
+        "a step, sgd": True,
+        "a step, grda": False,
+        "a step, gRDA ÷ SGD": True,
+        "rest of an epoch, sgd": False,
+        "rest of an epoch, grda": True,
+        "memory, gRDA − SGD": True,
+    }
+    memory = found["memory, gRDA − SGD"]
+    assert (memory.limit, memory.reached) == (4 + 10, 14)  # four bytes a parameter, and one percent
+    assert not {bar.what: bar for bar in bench.bars(pair((12.4, 1000.0, 0), (12.4, 1014.1, 0)))}[memory.what].met
+    assert found["a step, grda"].cells() == ("wrn28x10", "a step, grda", "≤ 12.5 ms", "12.6 ms", "no")
+
+
+def test_a_bar_missed_by_a_hair_shows_the_hair() -> None:
+    assert bench.Bar("m", "w", 12.5, 12.50031, "ms").cells()[3:] == ("12.50031 ms", "no")
+
+
+def test_nothing_is_asked_of_a_cpu_or_of_half_a_pair() -> None:
+    on_cpu = [replace(cost, floor_ms=None) for cost in pair((1, 1, 0), (1, 1, 0))]
+    assert bench.bars(on_cpu) == bench.bars(pair((1, 1, 0), (1, 1, 0))[:1]) == []
+    ratio_and_rest = bench.bars([replace(c, peak_mib=None) for c in pair((1, 1, 0), (1, 1, 0), model="resnet50")])
+    assert len(ratio_and_rest) == 3
+
+
+def test_measuring_one_network_keeps_the_rows_of_the_others(tmp_path: Path) -> None:
+    first, second = pair((1.0, 1, 0), (1, 1, 0)), pair((2.0, 1, 0), (2, 1, 0), model="vgg16")
+    for costs in (first, second, [replace(cost, ms=3.0) for cost in first]):
+        bench.write(costs, tmp_path / "bench.csv", CPU)
+    rows = read_rows(tmp_path / "bench.csv", bench.Measured)
+    assert [(row.model, row.ms) for row in rows] == [("vgg16", 2.0)] * 2 + [("wrn28x10", 3.0)] * 2

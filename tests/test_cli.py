@@ -27,6 +27,7 @@ from dirprune.lab import (
     bench,
     checkpoint,
     cli,
+    cli_reproduce,
     cli_research,
     connectivity,
     console,
@@ -91,7 +92,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a person sees; 80 columns are what a terminal has when nobody chose."""
-    for module in (cli, cli_research, console, follow):
+    for module in (cli, cli_reproduce, cli_research, console, follow):
         monkeypatch.setattr(module, "is_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -781,6 +782,7 @@ def test_reproduce_for_machines_and_people(request: pytest.FixtureRequest) -> No
     ]
     assert cell["published"]["paper"]["mean"] == pytest.approx(90.818, abs=1e-3)
     assert cell["mean"] == pytest.approx(sum(cell["ours"]) / len(cell["ours"]))
+    assert "missing: wrn28x10-cifar100, gRDA μ=0.65: no run yet" in call("reproduce", "--results", "none").stderr
     request.getfixturevalue("_terminal")
     text = call(*command).stdout
     assert f"{len(cells)} of 450 published cells" in text

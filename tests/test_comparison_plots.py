@@ -101,12 +101,21 @@ def test_a_single_point_shows() -> None:
     assert lines(axes)["amc"].get_marker() not in ("", "None", None)
 
 
+def test_points_that_say_nothing_of_what_lies_between_are_not_joined() -> None:
+    [axes] = tradeoff([Curve("STR", [0.8, 0.999, 0.9], [90.0, 80.0, 89.0])]).axes
+    xs, ys = values(lines(axes)["STR"])
+    assert xs[:2] == [80.0, 90.0]
+    assert np.isnan(xs[2])
+    assert np.isnan(ys[2])
+    assert (xs[3], ys[3]) == (pytest.approx(99.9), 80.0)
+
+
 def test_accuracies_far_apart_get_a_closer_panel() -> None:
-    whole, close = tradeoff([GRDA, Curve("random", [0.5, 0.9, 0.99], [85.0, 60.0, 10.0])]).axes
+    whole, close = tradeoff([GRDA, Curve("random", [0.5, 0.9, 0.985], [85.0, 60.0, 10.0])]).axes
     assert whole.get_ylim()[0] < 10
     assert close.get_title() == "within 10 points of the best"
     assert 83 < close.get_ylim()[0] < 85
-    assert close.get_xlim()[1] < 99 < whole.get_xlim()[1]
+    assert close.get_xlim()[1] < 98.4 < whole.get_xlim()[1]
     assert values(lines(whole)["random"]) == values(lines(close)["random"])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from test_cli import call, objects
 from torch import nn
 from torch.autograd.functional import hessian
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from dirprune.curvature import HessianOperator
-from dirprune.lab import checkpoint, cli_research, console, recipes, runs
+from dirprune.lab import checkpoint, cli_research, console, projection, recipes, runs
 from dirprune.lab.direction_plots import projection_figure
 from dirprune.lab.experiment import conduct
 from dirprune.lab.plots import save
@@ -291,10 +294,10 @@ def test_progress_is_told_where_no_bar_is_seen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     events = [Progress("epoch 2", 7, 300, 0.01, 0.001), Progress("epoch 2", 8, 300, 0.002, 0.001)]
-    assert cli_research._collect(events, ProjectionRow) == []
+    assert cli_research._collect(events, ProjectionRow, console.Interruption()) == []
     assert capsys.readouterr().err == ""  # nothing is worth a line yet
     monkeypatch.setattr(console, "QUIET", 0.0)
-    cli_research._collect(events, ProjectionRow)
+    cli_research._collect(events, ProjectionRow, console.Interruption())
     lines = capsys.readouterr().err.splitlines()
     assert "epoch 2: 7/300 products, residual 1.0e-02" in lines
     assert lines[-1] == "epoch 2: 8/300 products, residual 2.0e-03"
@@ -421,3 +424,55 @@ def test_figure_shows_every_run_and_the_random_level(trained: dict[str, Run], tm
     assert flat.axes[0].get_yscale() == "linear"
     with pytest.raises(ValueError, match="rows is empty"):
         projection_figure([])
+
+
+def test_rows_and_products_of_another_network_of_the_same_name_are_never_taken_for_ours(
+    trained: dict[str, Run], tmp_path: Path
+) -> None:
+    others = [
+        train(tmp_path / name, seed=5, **how) for name, how in (("sgd", {"optimizer": "sgd"}), ("grda", {"c": 0.02}))
+    ]
+    options = {"k": 2, "lanczos": TIGHT, "device": CPU}
+    rows_of(project(trained["sgd"], [trained["grda"]], tmp_path / "done", epochs=[1], **options))
+    stopped = project(trained["sgd"], [trained["grda"]], tmp_path / "begun", epochs=[1], **options)
+    for _ in range(4):
+        next(stopped)
+    stopped.close()
+    for out in ("done", "begun"):
+        with pytest.raises(OtherSettings, match="another file as epoch 1 of sgd"):
+            rows_of(project(others[0], others[1:], tmp_path / out, epochs=[1], **options))
+    rows_of(project(trained["sgd"], [trained["grda"], trained["other"]], tmp_path / "done", epochs=[1, 2], **options))
+    assert len(read_rows(tmp_path / "done" / "projection.csv", ProjectionRow)) == 4  # more of the same may join
+
+
+@pytest.mark.parametrize("stop", ["--minutes", "SIGTERM"])
+def test_a_study_that_is_stopped_says_that_it_goes_on(
+    trained: dict[str, Run], tmp_path: Path, stop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [
+        "project",
+        trained["sgd"].folder,
+        trained["grda"].folder,
+        "--k",
+        2,
+        "--examples",
+        200,
+        "--out",
+        tmp_path / "p",
+    ]
+    plain = projection.project
+
+    def slow(*arguments: object, **options: object) -> Iterator[Progress | ProjectionRow]:
+        for step in plain(*arguments, **options):  # type: ignore[arg-type]
+            time.sleep(0.05)
+            if stop == "SIGTERM":
+                signal.raise_signal(signal.SIGTERM)
+            yield step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(projection, "project", slow)
+        stopped = call(*command, *([stop, 0.001] if stop == "--minutes" else []))
+    assert stopped.exit_code == (0 if stop == "--minutes" else 130)
+    assert "Stopped; the same command goes on." in stopped.stderr
+    assert not (tmp_path / "p" / "projection.csv").exists()
+    assert len(objects(call(*command))) == 2

@@ -314,13 +314,15 @@ def test_the_page_shows_ours_beside_the_paper_s(tmp_path: Path) -> None:
     ]
     ledger.collect(folders, results)
     (results / "bench.csv").write_text(
-        "model,batch_size,optimizer,ms,floor_ms,peak_mib,overhead,hardware,torch,commit\n"
-        "vgg16,128,sgd,1.2,0.3,500,,H200,2.11,abc\nvgg16,128,grda,1.5,0.3,560,0.041,H200,2.11,abc\n"
+        "model,batch_size,parameters,optimizer,ms,floor_ms,peak_mib,overhead,hardware,torch,commit,command\n"
+        "vgg16,128,15245130,sgd,1.2,0.3,500,0.06,H200,2.11,abc,x\n"
+        "vgg16,128,15245130,grda,1.5,0.3,560,0.041,H200,2.11,abc,x\n"
     )
     text = reproduction_page.write_page(results, docs).read_text(encoding="utf-8")
     assert "**79.430**<br>79.637 ± 0.203: −1.0σ<br>79.622 ± 0.208: −0.9σ" in text
     assert "| vgg16 | 128 | grda | 30.3 | 1.42 | 1809 | 1.5 | 1.250 | 0.3 | 20% | 560 | 4.1% |" in text
-    assert "| 1.000 | 0.3 | 25% | 500 | — |" in text
+    assert "| 1.000 | 0.3 | 25% | 500 | 6.0% |" in text
+    assert "| vgg16 | a step, grda | ≤ 1.4 ms | 1.5 ms | no |" in text
     assert "Ours, vgg16: H200, torch 2.11, commit abc." in text
     assert "| wrn28x10-cifar100 | SGD | 200 | 4.000e-04 | 3.434e-04 | 1.654e-04 |" in text
     assert "wrn28x10-cifar10, gRDA μ=0.55: no run yet" in text
@@ -535,6 +537,16 @@ def test_a_run_that_diverges_is_told_and_the_next_one_trained(
     assert result.exit_code == 0
     assert "the training loss became nan in step 2 of epoch 2. The other runs go on." in result.stderr
     assert [epochs for _, epochs in names_and_epochs(tmp_path / "results")] == [1, 3]
+
+
+def test_without_data_nothing_is_left_behind(
+    tmp_path: Path, command: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproduce, "wanted", lambda *_, **__: [VGG])
+    result = call(*command, "--data", tmp_path / "nowhere")
+    assert result.exit_code == 1
+    assert "cifar10" in result.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path, command: list[Any]) -> None:

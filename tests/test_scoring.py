@@ -188,3 +188,11 @@ def test_figure_draws_every_method(run: Run, tmp_path: Path) -> None:
     assert save(figure, tmp_path / "figure.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="no measured row"):
         score_figure([lost])
+
+
+def test_rows_of_another_network_of_the_same_name_are_never_taken_for_ours(run: Run, tmp_path: Path) -> None:
+    other = runs.create(tmp_path / "sgd", replace(run.recipe, seed=7))
+    list(conduct(other, device=CPU))
+    measure(run, tmp_path / "out", ks=(0,))
+    with pytest.raises(OtherSettings, match="another file as epoch 2 of sgd"):
+        measure(other, tmp_path / "out", ks=(0,))

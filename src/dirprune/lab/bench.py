@@ -47,6 +47,10 @@ WORKLOADS = {
     "small": Workload("digits", (1, 8, 8), 10, 1_438, 359),
 }
 PAPER_MS = {"vgg16": (21.4, 30.3), "wrn28x10": (227.1, 251.0), "resnet50": (396.4, 458.2)}
+MOST_MS = {"vgg16": 1.4, "wrn28x10": 12.5}
+MOST_RATIO = 1.02
+MOST_OVERHEAD = 0.05
+"""What we ask of ourselves on one H200: milliseconds of a step, gRDA's to SGD's, and the rest of an epoch."""
 PAPER_MIB = {"vgg16": (1756, 1809), "wrn28x10": (10301, 10589), "resnet50": (14221, 14159)}
 
 
@@ -196,6 +200,54 @@ def table(costs: Sequence[Cost]) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something asked of a network on a GPU, and what it came to; both in ``unit``."""
+
+    model: str
+    what: str
+    limit: float
+    reached: float
+    unit: str
+
+    @property
+    def met(self) -> bool:
+        return self.reached <= self.limit
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the bar as text, by `BAR_COLUMNS`."""
+        limit, reached = (f"{value:.4g}" for value in (self.limit, self.reached))
+        if reached == limit and not self.met:
+            reached = f"{self.reached:.7g}"  # by how little, then
+        words = (f"≤ {limit} {self.unit}", f"{reached} {self.unit}")
+        return (self.model, self.what, *(word.strip() for word in words), "yes" if self.met else "no")
+
+
+BAR_COLUMNS = ("network", "what", "bar", "measured", "met")
+
+
+def bars(costs: Sequence[Cost]) -> list[Bar]:
+    """Return what is asked of every network that was measured on a GPU with both optimizers, and what it came to."""
+    found = []
+    by_model: dict[str, dict[str, Cost]] = {}
+    for cost in costs:
+        by_model.setdefault(cost.model, {})[cost.optimizer] = cost
+    for model, pair in by_model.items():
+        if len(pair) < 2 or any(cost.floor_ms is None for cost in pair.values()):
+            continue
+        sgd, grda = pair["sgd"], pair["grda"]
+        if model in MOST_MS:
+            found += [Bar(model, f"a step, {c.optimizer}", MOST_MS[model], c.ms, "ms") for c in (sgd, grda)]
+        found.append(Bar(model, "a step, gRDA ÷ SGD", MOST_RATIO, grda.ms / sgd.ms, ""))
+        for c in (sgd, grda):
+            found.append(Bar(model, f"rest of an epoch, {c.optimizer}", 100 * MOST_OVERHEAD, 100 * c.overhead, "%"))
+        if sgd.peak_mib and grda.peak_mib:
+            least = 4 * sgd.parameters / 2**20  # the accumulator
+            memory = least + 0.01 * sgd.peak_mib, grda.peak_mib - sgd.peak_mib
+            found.append(Bar(model, "memory, gRDA − SGD", *memory, "MiB"))
+    return found
 
 
 @dataclass(frozen=True)

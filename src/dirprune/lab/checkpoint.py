@@ -110,6 +110,19 @@ def _read(path: Path, map_location: str | torch.device) -> State:
     return state
 
 
+def checksum(folder: Path, epoch: int) -> str:
+    """Return what a checkpoint is known by, without reading it; "" where its checksum is gone.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = save(Path(folder), 1, {"epoch": 1})
+    ...     len(checksum(Path(folder), 1))
+    64
+    """
+    sidecar = _sidecar(_path(folder, epoch))
+    return sidecar.read_text().split()[0] if sidecar.exists() else ""
+
+
 def latest(folder: Path, *, map_location: str | torch.device = "cpu") -> tuple[int, State] | None:
     """The newest checkpoint that can be trusted, as ``(epoch, state)``; ``None`` if there are no checkpoints.
 

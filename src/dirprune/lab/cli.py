@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import Enum
 from itertools import chain
 from pathlib import Path
@@ -363,6 +363,12 @@ def bench(
                     benchmark.write(costs, out, where)
         if is_terminal():
             show("A training step", benchmark.COLUMNS, benchmark.table(costs), left=2, spare=benchmark.SPARE)
+        if bars := benchmark.bars(costs):
+            if is_terminal():
+                show("\nWhat we ask of it", benchmark.BAR_COLUMNS, [each.cells() for each in bars], left=2)
+            else:
+                for each in bars:
+                    emit({**asdict(each), "met": each.met})
 
 
 app.add_typer(cli_research.app)

@@ -145,7 +145,9 @@ def _draw_published(name: str, out: Path) -> None:
         raise ValueError(f"--published {name!r} is not known; there is resnet50-imagenet")
     title = "ResNet50 on ImageNet, published"
     for path in (
-        comparison_plots.draw_tradeoff(out / "tradeoff.png", comparison.tradeoff_curves(), title=title),
+        comparison_plots.draw_tradeoff(
+            out / "tradeoff.png", comparison.tradeoff_curves(), title=title, counted="sparsity as published"
+        ),
         comparison_plots.draw_layerwise(out / "layers.png", comparison.layerwise(), title=title),
     ):
         say(f"written: {path}")

@@ -63,7 +63,8 @@ def reproduce(
             for cell in cells:
                 if not cell.missing:
                     emit({**asdict(cell), "mean": cell.mean, "deviation": cell.deviation})
-            say(comparing.summary(cells))
+            for line in (comparing.summary(cells), *(f"missing: {gap}" for gap in comparing.missing(cells))):
+                say(line)
         if not (results / "ledger.csv").exists():
             say(f"{results} has no ledger.csv; give --results, or train: dirprune reproduce --train")
         if page:

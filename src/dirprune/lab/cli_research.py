@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from dirprune.lab.console import DeviceOption, Interruption, bar, clear_errors, emit, integers, is_terminal, say, show
+from dirprune.lab.console import (
+    INTERRUPTED,
+    DeviceOption,
+    Interruption,
+    MinutesOption,
+    bar,
+    clear_errors,
+    emit,
+    integers,
+    is_terminal,
+    say,
+    show,
+)
 
 app = typer.Typer()
 GOES_ON = "Stopped; the same command goes on."
@@ -40,7 +52,7 @@ def theory(
         from dirprune.lab import theory_report
 
         found: dict[str, list[dict[str, Any]]] = {}
-        with bar("theory", total=None) as advance:
+        with bar("theory", total=theory_report.FINDINGS) as advance:
             for finding in theory_report.report(out, figures=figures, problems=problems, runs=runs, seed=seed):
                 row = asdict(finding.row)
                 found.setdefault(finding.part, []).append(row)
@@ -74,6 +86,7 @@ def project(
     tolerance: Annotated[float, typer.Option(help="Residual, relative to the greatest eigenvalue.")] = 1e-3,
     max_iterations: Annotated[int, typer.Option(min=1, help="Hessian products an epoch, at most.")] = 300,
     seed: int = 0,
+    minutes: MinutesOption = None,
     data: DataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
@@ -109,13 +122,13 @@ def project(
             device=where,
             root=data or sgd.last_root(),
         )
-        rows = _collect(steps, ProjectionRow)
+        rows = _collect(steps, ProjectionRow, Interruption(minutes))
         measured = read_rows(out / "projection.csv", ProjectionRow)  # with those of earlier commands
         theirs = shares(sgd.recipe.data, sgd.recipe.model)
         figure = plots.save(projection_figure(measured, theirs), out / "projection.png")
         if is_terminal():
             cells = [
-                (r.run, str(r.epoch), f"{r.share:.3g}", f"{r.random_level:.3g}", f"{r.residual:.1e}", _yes(r.converged))
+                (r.run, str(r.epoch), f"{r.share:.4f}", f"{r.random_level:.4f}", f"{r.residual:.1e}", _yes(r.converged))
                 for r in rows
             ]
             of = f"{rows[0].examples:,} training examples" if rows else ""
@@ -137,6 +150,7 @@ def score(
     tolerance: Annotated[float, typer.Option(help="Residual, relative to the greatest eigenvalue.")] = 1e-5,
     max_iterations: Annotated[int, typer.Option(min=1, help="Hessian products, at most.")] = 2000,
     seed: int = 0,
+    minutes: MinutesOption = None,
     data: DataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
@@ -163,14 +177,23 @@ def score(
             device=where,
             root=data or found.last_root(),
         )
-        rows = _collect(steps, ScoreRow)
+        rows = _collect(steps, ScoreRow, Interruption(minutes))
         figure = plots.save(score_figure(rows), out / "score.png")
         if is_terminal():
             cells = [
-                (r.method, _k(r), f"{100 * r.sparsity:.1f}", f"{r.train_loss:.4g}", f"{r.test_accuracy:.2f}")
+                (
+                    r.method,
+                    _k(r),
+                    f"{r.lam:.3g}",
+                    f"{100 * r.sparsity:.1f}",
+                    f"{r.train_loss:.4g}",
+                    f"{r.test_accuracy:.2f}",
+                )
                 for r in rows
             ]
-            show("Pruned without retraining", ("method", "k", "sparsity (%)", "train loss", "test accuracy (%)"), cells)
+            columns = ("method", "k", "λ", "sparsity (%)", "train loss", "test accuracy (%)")
+            show("Pruned without retraining", columns, cells)
+            say("λ is that of the path; of the other methods it is the greatest |w| or saliency that was pruned.")
         say(f"Numbers: {out}; figure: {figure}")
 
 
@@ -194,6 +217,7 @@ def connect(
     epoch_a: Annotated[int | None, typer.Option(help="Checkpoint of run A.", show_default="the newest")] = None,
     epoch_b: Annotated[int | None, typer.Option(help="Checkpoint of run B.", show_default="the newest")] = None,
     seed: int = 0,
+    minutes: MinutesOption = None,
     data: DataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
@@ -224,7 +248,7 @@ def connect(
         root = data or runs.load(run_a).last_root()
         where = device_of(device)
         job = connecting(run_a, run_b, out, options, epoch_a=epoch_a, epoch_b=epoch_b, device=where, root=root)
-        interruption = Interruption()
+        interruption = Interruption(minutes)
         with (
             interruption.listening("epoch or point"),
             closing(job) as steps,
@@ -237,8 +261,8 @@ def connect(
                     advance(0, restart=stage)
                 advance(step.done - done, note=step.note, total=step.total)
                 done = step.done
-                if interruption():
-                    raise KeyboardInterrupt  # closing the job saves it
+                if interruption():  # closing the job saves it
+                    _stop(interruption)
         if is_terminal():
             show(*table(out))
             for note in notes(out):
@@ -257,14 +281,22 @@ def _ranks(option: str, text: str) -> tuple[int, int | None]:
     return int(first or 0), int(last) if last else None
 
 
-def _collect(steps: Any, row_type: type) -> list[Any]:
+def _stop(interruption: Interruption) -> NoReturn:
+    """End the command before its work has, having saved what it was worth."""
+    say(GOES_ON)
+    raise typer.Exit(INTERRUPTED if interruption.asked else 0)
+
+
+def _collect(steps: Any, row_type: type, interruption: Interruption) -> list[Any]:
     """Drive a generator of progress and rows before the user's eyes, and return the rows."""
     from dataclasses import asdict
 
     rows: list[Any] = []
-    with bar("", total=None) as advance:
+    with interruption.listening("product"), bar("", total=None) as advance:
         what, done = "", 0
         for step in steps:
+            if interruption():
+                _stop(interruption)
             if isinstance(step, row_type):
                 rows.append(step)
                 advance(0, note=f"{len(rows)} measured")

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from dirprune.lab import comparison_plots, runs
 from dirprune.lab.comparison_plots import Curve, LayerBar, layer_bars
-from dirprune.lab.ranking import Point, distance, rank
+from dirprune.lab.ranking import Point, rank
 from dirprune.lab.report import Spread, duration
 from dirprune.lab.runs import Outcome, Run
 from dirprune.lab.tables import write_rows
+from dirprune.lab.tradeoff import distance
 from dirprune.lab.trials import CONTESTANTS, Trial
 
 
@@ -229,6 +230,11 @@ def notes(found: Sequence[Ended]) -> list[str]:
     return [
         f"Every run had {epochs} epochs of the same minibatches, from the same weights for the same seed. Beside them:",
         *(f"  {name}: {cost}" for name, cost in costs.items()),
+        *(
+            ["Memory is measured on a GPU alone: what a process takes of a computer's says little about one run of it."]
+            if all(math.isnan(each.row.peak_memory_mib) for each in found)
+            else []
+        ),
         *(f"{each.row.run} diverged: {each.row.diverged}" for each in found if each.row.diverged),
     ]
 

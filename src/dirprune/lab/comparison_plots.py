@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from dirprune.lab import plots
 from dirprune.lab.plots import Array
-from dirprune.lab.tradeoff import SHORTCUT, STEM, Curve, LayerBar
+from dirprune.lab.tradeoff import APART, SHORTCUT, STEM, Curve, LayerBar, distance
 from dirprune.zeros import SparsityReport
 
 __all__ = ["Curve", "LayerBar", "draw_layerwise", "draw_tradeoff", "layer_bars", "layerwise", "method_of", "tradeoff"]
@@ -38,13 +38,14 @@ _KINDS = {STEM: "D", "conv 3×3": "s", "conv 1×1": "o", SHORTCUT: "^", "linear"
 _OPEN = {"conv 1×1"}  # circles and squares of this size look alike, unless one is open
 _OTHER_KINDS = "v<>Xp*hd"
 _TICKS = (0, 50, 70, 80, 90, 95, 98, 99, 99.5, 99.8, 99.9, 99.95, 99.98, 99.99)
+OF_WEIGHTS = "sparsity of the weights"
 _FAR = 20.0  # points of accuracy between the best and the worst that hide what distinguishes the good ones
 _NEAR = 10.0  # points below the best that the closer panel shows
 
 
-def draw_tradeoff(path: Path, curves: Sequence[Curve], *, title: str = "") -> Path:
+def draw_tradeoff(path: Path, curves: Sequence[Curve], *, title: str = "", counted: str = OF_WEIGHTS) -> Path:
     """Write the figure `tradeoff` to ``path``, in the format of its suffix, and return the path."""
-    return plots.save(tradeoff(curves, title=title), path)
+    return plots.save(tradeoff(curves, title=title, counted=counted), path)
 
 
 def draw_layerwise(path: Path, layers: Sequence[LayerBar], *, title: str = "") -> Path:
@@ -53,15 +54,17 @@ def draw_layerwise(path: Path, layers: Sequence[LayerBar], *, title: str = "") -
 
 
 @plots.styled
-def tradeoff(curves: Sequence[Curve], *, title: str = "") -> Figure:
+def tradeoff(curves: Sequence[Curve], *, title: str = "", counted: str = OF_WEIGHTS) -> Figure:
     """Draw accuracy against sparsity: a line a method, error bars where a spread is known (Figure 4, left).
 
     The axis of sparsity is logarithmic in what is left, 1 − sparsity, so that 90, 95 and 98 % stand apart. A dense
-    network is a horizontal line. Where accuracies lie far apart, a second panel shows the best of them closely.
+    network is a horizontal line. Where accuracies lie far apart, a second panel shows the best of them closely. Points
+    too far `APART` to say anything of what lies between them are not joined.
 
     Args:
         curves: at least one, with different labels; earlier ones lie on top.
         title: above the panels.
+        counted: what the sparsity is.
 
     Example:
         >>> figure = tradeoff([Curve("gRDA", [0.9, 0.95], [93.6, 93.5]), Curve("dense", [0], [93.7])])
@@ -78,7 +81,7 @@ def tradeoff(curves: Sequence[Curve], *, title: str = "") -> Figure:
         for rank, curve in enumerate(curves):
             _draw_curve(axes, curve, variants[rank], zorder=3 - rank / len(curves))
         _fit(axes, curves, floor)
-        axes.set(xlabel="sparsity of the weights (%)", ylabel="test accuracy (%)")
+        axes.set(xlabel=f"{counted} (%)", ylabel="test accuracy (%)")
     if len(floors) > 1:
         every[0].set_title("all")
         every[1].set(title=f"within {_NEAR:g} points of the best", ylabel="")
@@ -169,15 +172,18 @@ def _draw_curve(axes: Axes, curve: Curve, variant: int, zorder: float) -> None:
     if (known := spread > 0).any():
         bars = x[known], y[known], spread[known]
         axes.errorbar(*bars, fmt="none", ecolor=shade, elinewidth=0.8, capsize=2, capthick=0.8, zorder=zorder)
+    gaps = [i for i in range(1, len(x)) if distance(x[i - 1] / 100, x[i] / 100) > APART]
     axes.plot(
-        x,
-        y,
+        np.insert(x, gaps, np.nan),
+        np.insert(y, gaps, np.nan),
         color=shade,
         linestyle=line,
         linewidth=1.1,
         marker=marker,
         markersize=3.5,
         markerfacecolor="white" if variant else shade,
+        fillstyle="full" if variant < 2 else "bottom",
+        markerfacecoloralt=shade,
         label=curve.label,
         zorder=zorder,
     )

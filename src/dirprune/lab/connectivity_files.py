@@ -79,7 +79,7 @@ def claim(out: Path, config: dict[str, Any]) -> None:
     wanted = json.loads(json.dumps(config))
     other = [key for key in wanted if key not in _NAMES and found.get(key) != wanted[key]]
     if other:
-        told = [key for key in other if not key.startswith("weights_")]  # those are hashes
+        told = [key for key in other if not key.startswith(("weights_", "published"))]  # hashes, and what follows
         differences = ", ".join(f"{key}={found.get(key)!r} there and {wanted[key]!r} here" for key in told)
         differences = differences or "networks of these names with other weights"
         raise RunExists(f"{out} holds another job: {differences}. Give the same options, or another --out")

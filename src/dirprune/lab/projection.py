@@ -93,7 +93,12 @@ def project(
     lanczos = lanczos or Lanczos()
     check_comparable(sgd, grdas)
     chosen = _choose_epochs([sgd, *grdas], epochs)
-    settle(out, {"sgd": sgd.folder.name, "k": k, **asdict(lanczos)}, environment(device))
+    files = {
+        f"epoch {epoch} of {run.folder.name}": checkpoint.checksum(run.checkpoints, epoch)
+        for run in (sgd, *grdas)
+        for epoch in chosen
+    }
+    settle(out, {"sgd": sgd.folder.name, "k": k, **asdict(lanczos)}, environment(device), files=files)
     rows = read_rows(out / "projection.csv", ProjectionRow)
     spectrum = read_rows(out / "eigenvalues.csv", EigenvalueRow)
     bench: Subject | None = None

@@ -7,18 +7,14 @@ far apart, one of which may have lost everything: there the nearest one is shown
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dirprune.lab.report import Spread
+from dirprune.lab.tradeoff import APART, distance
 
 EXACT = 0.02
 """A run at this `distance` from a sparsity is at it: 0.2 points at 90%, 0.04 at 98%."""
-
-APART = math.log(8)
-"""Runs at a greater `distance` from each other tell nothing about what lies between: a straight line would lead from a
-good network to one that a strong knob destroyed, and pass above methods that were measured there."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +77,6 @@ def read_at(points: Sequence[Point], sparsity: float) -> Reading:
     return Reading(sparsity, accuracy, f"{_name(below)} – {_name(above)}", is_there=True)
 
 
-def distance(one: float, other: float) -> float:
-    """Return how far apart two sparsities are: by what factor the weights left differ, as a logarithm.
-
-    >>> round(distance(0.8, 0.9) / distance(0.9, 0.95), 9)
-    1.0
-    """
-    return abs(_left(one) - _left(other))
-
-
 def rank(points: Iterable[Point], sparsities: Iterable[float]) -> list[Standing]:
     """Return for every sparsity the methods, the most accurate first; then those that have no runs around it."""
     by_method: dict[str, dict[int, list[Point]]] = {}
@@ -122,11 +109,6 @@ def _stand(asked: float, method: str, seeds: dict[int, list[Point]]) -> Standing
 
 def _with_rank(standing: Standing, place: int) -> Standing:
     return replace(standing, rank=place) if standing.rank else standing
-
-
-def _left(sparsity: float) -> float:
-    """Return the logarithm of what is left; of a network that lost everything, that of less than one weight."""
-    return math.log(max(1 - sparsity, 1e-12))
 
 
 def _name(point: Point) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from dirprune.lab import ledger, plots, published, reproduce, reproduction_plots
+from dirprune.lab.bench import BAR_COLUMNS, Measured, bars
 from dirprune.lab.ledger import Trajectory
 from dirprune.lab.plots import Curve
 from dirprune.lab.published import METRICS, Estimate, Setting
@@ -60,22 +60,6 @@ CAVEATS = """\
 7. **Wall time and memory** were taken with other c and μ, and for ResNet50 with two GPUs (memory: the first one).
 8. **Single epochs fall out of line** at the high rate: in the authors' ten SGD runs of VGG16, 30 of the 1,700 test
    accuracies of epochs 80 to 249 lie more than 1.2 points below the mean of the 20 epochs around them."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A row of results/bench.csv: the time of a training step, its floor, the peak of memory, the rest of an epoch."""
-
-    model: str
-    batch_size: int
-    optimizer: str
-    ms: float
-    floor_ms: float | None
-    peak_mib: float | None
-    overhead: float | None
-    hardware: str
-    torch: str
-    commit: str
 
 
 def write_page(results: Path, docs: Path) -> Path:
@@ -257,7 +241,7 @@ def _costs(bench: Path) -> str:
                 f"{own.floor_ms:.3g}" if own.floor_ms else "—",
                 f"{own.floor_ms / own.ms:.0%}" if own.floor_ms else "—",
                 f"{own.peak_mib:.0f}" if own.peak_mib else "—",
-                f"{own.overhead:.1%}" if own.overhead is not None else "—",
+                f"{own.overhead:.1%}",
             ]
         rows.append(row)
     head = ["network", "batch", "optimizer", "paper: ms", "× SGD", "peak MiB"]
@@ -271,7 +255,9 @@ def _costs(bench: Path) -> str:
         origins.setdefault(f"{own.hardware}, torch {own.torch}, commit {own.commit}", []).append(own.model)
     told = [f"{', '.join(dict.fromkeys(models))}: {where}" for where, models in origins.items()]
     origin = f"Ours, {'; '.join(told)}." if told else "Ours are not measured yet; `dirprune bench` does it."
-    return "\n\n".join([text, table(head, rows), origin])
+    asked = [list(each.cells()) for each in bars(list(measured.values()))]
+    goals = ["What we ask of ourselves:", table(list(BAR_COLUMNS), asked)] if asked else []
+    return "\n\n".join([text, table(head, rows), origin, *goals])
 
 
 def _ledger(runs: list[Trajectory]) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dirprune.curvature import hessian_diagonal, inner
 from dirprune.direction import directional_prune, directional_score, lam_for_sparsity
+from dirprune.lab import checkpoint
 from dirprune.lab.runs import Run, environment, weights_of
 from dirprune.lab.spectrum import Journal, Lanczos, Progress, Subject, conv_precision, leading_eigenpairs, subject
 from dirprune.lab.tables import read_rows, settle, write_rows
@@ -108,7 +109,8 @@ def score(
     if epoch == 0 and given is None:
         raise ValueError(f"{run.folder} has its initial weights alone; train it, or give --epoch 0 to prune those")
     settings = {"run": run.folder.name, "epoch": epoch, "samples": samples, "recalibrate": recalibrate}
-    settle(out, {**settings, **asdict(lanczos)}, environment(device))
+    files = {f"epoch {epoch} of {run.folder.name}": checkpoint.checksum(run.checkpoints, epoch)}
+    settle(out, {**settings, **asdict(lanczos)}, environment(device), files=files)
     rows = {(row.method, row.k, row.wanted): row for row in read_rows(out / "score.csv", ScoreRow)}
     bench = subject(run.recipe, lanczos, device=device, root=root)
     bench.load(state)

@@ -64,7 +64,7 @@ def series(
                     yield Step(number, run, record.epoch, note)
             except Diverged as error:
                 yield Step(number, run, len(run.records()), str(error))
-            except ValueError:
+            except (ValueError, OSError):  # as when the data are not there
                 if not run.begun:
                     run.discard()  # it would stand in the way of what is tried instead
                 raise

@@ -79,11 +79,23 @@ def merge_rows(path: Path, kind: type[Row], rows: Iterable[Row], *, key: Sequenc
     write_rows(path, kind, [*(row for row in read_rows(path, kind) if known_by(row) not in replaced), *new])
 
 
-def settle(folder: Path, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
-    """Note in settings.json how the rows of a folder are measured; refuse to add rows measured in another way.
+def settle(
+    folder: Path,
+    settings: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    *,
+    files: Mapping[str, str] | None = None,
+) -> None:
+    """Note in settings.json how the rows of a folder are measured, and refuse to add rows measured in another way.
+
+    Args:
+        folder: of the rows.
+        settings: in which all rows agree.
+        environment: of this session.
+        files: checksums of what is measured, by a name; more of them may join, but none may change.
 
     Raises:
-        OtherSettings: the folder was begun with other settings.
+        OtherSettings: the folder was begun with other settings, or with other files of these names.
     """
     path = folder / "settings.json"
     wanted = json.loads(json.dumps(settings))
@@ -95,6 +107,13 @@ def settle(folder: Path, settings: Mapping[str, Any], environment: Mapping[str, 
         there = ", ".join(f"{key}={noted['settings'].get(key)}" for key in differing)
         here = ", ".join(f"{key}={wanted[key]}" for key in differing)
         raise OtherSettings(f"{folder} was begun with {there}, not {here}; give another --out, or delete it")
+    known: dict[str, str] = noted.setdefault("files", {})
+    for name, checksum in (files or {}).items():
+        if known.setdefault(name, checksum) != checksum:
+            raise OtherSettings(
+                f"{folder} was begun with another file as {name}: a run of the same name, or trained again; give "
+                "another --out, or delete it"
+            )
     noted["sessions"].append(dict(environment))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, noted)

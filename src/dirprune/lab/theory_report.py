@@ -48,6 +48,10 @@ class Value:
     hardware: str
 
 
+FINDINGS = len(GAMMAS) + len(LIMIT_GAMMAS) + len(NETWORK_GAMMAS)
+"""How many `study` comes to."""
+
+
 def report(
     out: Path, *, figures: Path | None = None, problems: int = 20, runs: int = 4000, seed: int = 0
 ) -> Iterator[Finding]:

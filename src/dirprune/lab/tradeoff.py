@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 STEM, SHORTCUT = "stem conv", "shortcut"
 """The kinds of layers that a shape alone does not tell; the others are "conv 3×3", "conv 1×1", …, "linear"."""
+
+APART = math.log(8)
+"""Runs at a greater `distance` from each other tell nothing about what lies between: a straight line would lead from a
+good network to one that a strong knob destroyed, and pass above methods that were measured there."""
+
+
+def distance(one: float, other: float) -> float:
+    """Return how far apart two sparsities are: by what factor the weights left differ, as a logarithm.
+
+    >>> round(distance(0.8, 0.9) / distance(0.9, 0.95), 9)
+    1.0
+    """
+    return abs(_left(one) - _left(other))
+
+
+def _left(sparsity: float) -> float:
+    """Return the logarithm of what is left; of a network that lost everything, that of less than one weight."""
+    return math.log(max(1 - sparsity, 1e-12))
 
 
 @dataclass(frozen=True)
