@@ -356,6 +356,32 @@ def test_runs_that_have_ended_are_not_touched(tmp_path: Path, monkeypatch: pytes
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_the_tables_stand_for_runs_that_are_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there, only = (tmp_path / name for name in ("here", "there", "only"))
+    run(trials_of(), here)
+    whole = comparison.read(here)
+    comparison.write(whole, here, [0.5])
+    for folder in (there, only):
+        folder.mkdir()
+        for name in ("comparison.csv", "layers.csv"):
+            shutil.copy(here / name, folder / name)
+    assert repr(comparison.read(there)) == repr(whole)  # with nan in them
+    with monkeypatch.context() as patch:
+        patch.setattr(series, "conduct", lambda *_, **__: pytest.fail("it trains again"))
+        again = [step.row for step in run(trials_of(), there)]
+    assert sorted(row.run for row in again if row) == sorted(each.row.run for each in whole)
+    more = run(trials_of(methods=("sgd", "rigl", "magnitude")), there)
+    assert {step.row.run for step in more if step.row} >= {"sgd-s0", "magnitude-sparsity0.5-s0"}
+    assert {path.name for path in (there / "runs").iterdir()} == {
+        "magnitude-sparsity0.5-s0",
+        "magnitude-sparsity0.8-s0",
+    }
+    comparison.write(comparison.read(there), there, [0.5])
+    assert len(read_rows(there / "comparison.csv", comparison.Row)) == len(whole) + 2
+    with pytest.raises(ValueError, match=r"comparison.csv has runs of resnet18-cifar10 .*epochs=4.*epochs=9"):
+        run(trials_of(replace(SHORT, epochs=9), methods=("sgd",)), only)
+
+
 def test_a_trial_whose_checkpoints_are_gone_keeps_its_records(tmp_path: Path) -> None:
     planned = trials_of(methods=("sgd",))
     run(planned, tmp_path, stopping=after(2))

@@ -1,4 +1,7 @@
-"""Pruning methods side by side: every trial is an ordinary run, under ``runs/``. `comparison` makes tables of them."""
+"""Pruning methods side by side: every trial is an ordinary run, under ``runs/``. `comparison` makes tables of them.
+
+A trial that the tables know has ended, whether or not its folder is still there.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,10 @@ from pathlib import Path
 import torch
 
 from dirprune.lab import runs
-from dirprune.lab.comparison import Row
-from dirprune.lab.experiment import FREE_TO_CHANGE
+from dirprune.lab.comparison import CHOICES, Row, noted, shared
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.series import Planned, series
 from dirprune.lab.trials import Trial
-
-_CHOICES = {"optimizer", "method", "options", "c", "seed"} | FREE_TO_CHANGE
-"""In what runs of one comparison may differ."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +54,33 @@ def compare(
     Raises:
         ValueError: the folder holds runs of another comparison.
     """
-    _check_alike(out, trials)
-    planned = [Planned(out / "runs" / trial.name, trial.recipe) for trial in trials]
+    _check_alike(out, trials[0].recipe)
+    ended = {each.row.run: each.row for each in noted(out)}
+    for number, trial in enumerate(trials, start=1):
+        if trial.name in ended:
+            yield Progress(number, trial, trial.recipe.epochs, row=ended[trial.name])
+    numbers = [number for number, trial in enumerate(trials, start=1) if trial.name not in ended]
+    planned = [Planned(out / "runs" / trials[n - 1].name, trials[n - 1].recipe) for n in numbers]
     for step in series(planned, device=device, root=root, stopping=stopping):
         outcome = step.run.outcome() if step.ended else None
         row = Row.of(step.run, outcome) if outcome else None
-        yield Progress(step.number, trials[step.number - 1], step.epoch, step.note, row)
+        number = numbers[step.number - 1]
+        yield Progress(number, trials[number - 1], step.epoch, step.note, row)
 
 
-def _check_alike(out: Path, trials: Sequence[Trial]) -> None:
-    """Raise unless what a folder holds can be compared with these trials, which share what matters here."""
+def _check_alike(out: Path, recipe: Recipe) -> None:
+    """Raise unless what a folder holds can be compared with runs of this recipe, whatever their method."""
     for config in sorted((out / "runs").glob("*/config.json")):
-        there, here = runs.load(config.parent).recipe, trials[0].recipe
-        for name in (field.name for field in fields(Recipe) if field.name not in _CHOICES):
-            if getattr(there, name) != getattr(here, name):
+        there = runs.load(config.parent).recipe
+        for name in (field.name for field in fields(Recipe) if field.name not in CHOICES):
+            if getattr(there, name) != getattr(recipe, name):
                 raise ValueError(
                     f"{config.parent} was trained with {name}={getattr(there, name)}, which cannot be compared with "
-                    f"{name}={getattr(here, name)}; give another --out"
+                    f"{name}={getattr(recipe, name)}; give another --out"
                 )
+    for each in noted(out):
+        if each.row.recipe != shared(recipe):
+            raise ValueError(
+                f"{out / 'comparison.csv'} has runs of {each.row.recipe}, which cannot be compared with "
+                f"{shared(recipe)}; give another --out"
+            )

@@ -1,4 +1,4 @@
-"""Tables and figures of a comparison, made from the runs in its folder.
+"""Tables and figures of a comparison, made from the runs in its folder, and from the rows of those that are elsewhere.
 
 comparison.csv      one row a run
 layers.csv          one row a layer of a run
@@ -6,7 +6,8 @@ ranking.csv         the methods at every sparsity that was asked for
 tradeoff.png        accuracy against sparsity
 layers-0.9.png      the sparsity of every layer, of each method's run nearest to a sparsity
 
-Of a run only config.json, environment.json, metrics.jsonl and outcome.json are read.
+Of a run only config.json, environment.json, metrics.jsonl and outcome.json are read. The first two tables stand for
+runs whose folders are gone: with them alone a comparison goes on, on another machine.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dirprune.lab import comparison_plots, runs
+from dirprune.lab import comparison_plots, recipes, runs
 from dirprune.lab.comparison_plots import Curve, LayerBar, layer_bars
+from dirprune.lab.experiment import FREE_TO_CHANGE
+from dirprune.lab.ledger import departures
 from dirprune.lab.ranking import Point, rank
+from dirprune.lab.recipes import Recipe
 from dirprune.lab.report import Spread, duration
 from dirprune.lab.runs import Outcome, Run
-from dirprune.lab.tables import write_rows
+from dirprune.lab.tables import read_rows, write_rows
 from dirprune.lab.tradeoff import distance
 from dirprune.lab.trials import CONTESTANTS, Trial
 
@@ -48,6 +52,21 @@ class Row:
     diverged: str
     commit: str
     device: str
+    recipe: str
+    """What all runs of a comparison share: the name of a recipe, and where they depart from it."""
+
+    @property
+    def is_dense(self) -> bool:
+        return math.isnan(self.value)
+
+    @property
+    def setting(self) -> str:
+        """The knob and its value: "c=8e-05", "" for dense training."""
+        return "" if self.is_dense else f"{self.knob}={self.value:g}"
+
+    @property
+    def title(self) -> str:
+        return CONTESTANTS[self.method].title if self.method in CONTESTANTS else self.method
 
     @staticmethod
     def of(run: Run, outcome: Outcome) -> Row:
@@ -70,7 +89,23 @@ class Row:
             diverged=outcome.diverged,
             commit="; ".join(dict.fromkeys(session["commit"] for session in sessions)),
             device="; ".join(dict.fromkeys(session["device"] for session in sessions)),
+            recipe=shared(run.recipe),
         )
+
+
+CHOICES = {"optimizer", "method", "options", "c", "seed"} | FREE_TO_CHANGE
+"""In what runs of one comparison may differ."""
+
+
+def shared(recipe: Recipe) -> str:
+    """Return what a run shares with all others of its comparison.
+
+    >>> from dataclasses import replace
+    >>> shared(replace(recipes.get("digits"), epochs=3, c=0.1))
+    'digits epochs=3'
+    """
+    known = recipe.name in recipes.names()
+    return f"{recipe.name} {departures(recipe, CHOICES) if known else ''}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -125,32 +160,40 @@ SPARE = ("MiB", "seeds", "a run took")
 
 @dataclass(frozen=True)
 class Ended:
-    """A trial that ended, with the sparsity of its layers; none if it diverged."""
+    """A run that ended, with the sparsity of its layers; none if it diverged."""
 
-    trial: Trial
     row: Row
     layers: tuple[LayerBar, ...]
 
-    @property
-    def title(self) -> str:
-        return self.trial.contestant.title
-
 
 def read(out: Path) -> list[Ended]:
-    """Return the trials in a folder that have ended, by method (ours first), knob and seed."""
-    found = []
+    """Return the runs of a folder that have ended, by method (ours first), knob and seed."""
+    found = noted(out)
     for config in (out / "runs").glob("*/config.json"):
         run = runs.load(config.parent)
         if (outcome := run.outcome()) is not None:
-            trial = Trial.of(run.recipe)
-            bars = layer_bars(trial.contestant.title, outcome.zeros) if outcome.zeros else []
-            found.append(Ended(trial, Row.of(run, outcome), tuple(bars)))
+            row = Row.of(run, outcome)
+            bars = layer_bars(row.title, outcome.zeros) if outcome.zeros else []
+            found.append(Ended(row, tuple(bars)))
     order = {name: place for place, name in enumerate(CONTESTANTS)}
 
     def place(each: Ended) -> tuple[int, str, float, int]:
-        return order.get(each.row.method, len(order)), each.row.method, each.trial.value or 0.0, each.row.seed
+        value = 0.0 if each.row.is_dense else each.row.value
+        return order.get(each.row.method, len(order)), each.row.method, value, each.row.seed
 
     return sorted(found, key=place)
+
+
+def noted(out: Path) -> list[Ended]:
+    """Return the runs that the tables of a folder know and whose own folders are gone."""
+    layers: dict[str, list[LayerRow]] = {}
+    for line in read_rows(out / "layers.csv", LayerRow):
+        layers.setdefault(line.run, []).append(line)
+    return [
+        Ended(row, tuple(LayerBar(row.title, bar.layer, bar.kind, bar.sparsity) for bar in layers.get(row.run, ())))
+        for row in read_rows(out / "comparison.csv", Row)
+        if not (out / "runs" / row.run).exists()
+    ]
 
 
 def write(found: Sequence[Ended], out: Path, sparsities: Sequence[float]) -> list[Path]:
@@ -176,15 +219,15 @@ def write(found: Sequence[Ended], out: Path, sparsities: Sequence[float]) -> lis
 def ranking(found: Iterable[Ended], sparsities: Iterable[float]) -> list[RankRow]:
     """Return the methods ranked at every sparsity, after dense training; runs that diverged do not count."""
     whole = [each for each in found if not each.row.diverged]
-    dense = [each.row for each in whole if each.trial.value is None]
+    dense = [each.row for each in whole if each.row.is_dense]
     rows = []
     if dense:
         accuracy = Spread.of([row.test_accuracy for row in dense])
         rows.append(RankRow(0.0, 0, "sgd", 0.0, *_both(accuracy), len(dense), "dense", *_costs(dense)))
     points = [
-        Point(each.row.method, each.trial.setting, each.row.seed, each.row.sparsity, each.row.test_accuracy)
+        Point(each.row.method, each.row.setting, each.row.seed, each.row.sparsity, each.row.test_accuracy)
         for each in whole
-        if each.trial.value is not None
+        if not each.row.is_dense
     ]
     for place in rank(points, sparsities):
         costs = _costs([each.row for each in whole if each.row.method == place.method])
@@ -198,7 +241,7 @@ def curves(found: Iterable[Ended]) -> list[Curve]:
     by_method: dict[str, dict[str, list[Row]]] = {}
     for each in found:
         if not each.row.diverged:
-            by_method.setdefault(each.title, {}).setdefault(each.trial.setting, []).append(each.row)
+            by_method.setdefault(each.row.title, {}).setdefault(each.row.setting, []).append(each.row)
     made = []
     for title, settings in by_method.items():
         accuracies = [_both(Spread.of([row.test_accuracy for row in rows])) for rows in settings.values()]
@@ -212,12 +255,12 @@ def nearest_layers(found: Iterable[Ended], sparsity: float) -> list[LayerBar]:
     """Return the layers of each method's run nearest to a sparsity, under the method's name with the run's own one."""
     nearest: dict[str, Ended] = {}
     for each in sorted(found, key=lambda each: each.row.seed):
-        if each.trial.value is not None and each.layers:
-            best = nearest.setdefault(each.title, each)
+        if not each.row.is_dense and each.layers:
+            best = nearest.setdefault(each.row.title, each)
             if distance(each.row.sparsity, sparsity) < distance(best.row.sparsity, sparsity):
-                nearest[each.title] = each
+                nearest[each.row.title] = each
     return [
-        LayerBar(f"{each.title}, {each.row.sparsity:.1%}", bar.layer, bar.kind, bar.sparsity)
+        LayerBar(f"{each.row.title}, {each.row.sparsity:.1%}", bar.layer, bar.kind, bar.sparsity)
         for each in nearest.values()
         for bar in each.layers
     ]
@@ -225,8 +268,9 @@ def nearest_layers(found: Iterable[Ended], sparsity: float) -> list[LayerBar]:
 
 def notes(found: Sequence[Ended]) -> list[str]:
     """Return what a reader of the table has to know besides: the budget of every method, and what went wrong."""
-    epochs = found[0].trial.recipe.epochs
-    costs = {each.row.method: each.trial.contestant.cost for each in found}
+    epochs = max(each.row.epochs for each in found)
+    methods = dict.fromkeys(each.row.method for each in found)
+    costs = {name: CONTESTANTS[name].cost if name in CONTESTANTS else "unknown" for name in methods}
     return [
         f"Every run had {epochs} epochs of the same minibatches, from the same weights for the same seed. Beside them:",
         *(f"  {name}: {cost}" for name, cost in costs.items()),

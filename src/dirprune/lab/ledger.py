@@ -7,7 +7,7 @@ trajectories.csv    one row an epoch; ``run`` names its row of the ledger
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,8 @@ class Trajectory:
     epochs: tuple[Epoch, ...]
 
 
-def departures(recipe: Recipe) -> str:
-    """Return where a configuration departs from the recipe it is named after; "" if nowhere.
+def departures(recipe: Recipe, free: Container[str] = CHOICES) -> str:
+    """Return where a configuration departs from the recipe it is named after; "" if nowhere but in what is ``free``.
 
     >>> from dataclasses import replace
     >>> departures(replace(recipes.get("vgg16-cifar10"), mu=0.7, seed=3))
@@ -83,7 +83,7 @@ def departures(recipe: Recipe) -> str:
     'epochs=60'
     """
     original = recipes.get(recipe.name)
-    names = [field.name for field in fields(Recipe) if field.name not in CHOICES]
+    names = [field.name for field in fields(Recipe) if field.name not in free]
     return " ".join(f"{n}={getattr(recipe, n)}" for n in names if getattr(recipe, n) != getattr(original, n))
 
 
