@@ -1,0 +1,234 @@
+"""BatchNorm with relu by `rectified_kernels` against what torch.compile makes of the same, as ratios of one run.
+
+    python benchmarks/rectified.py [--out FILE] [wrn28x10] [shapes] [resnet18]
+
+Of a network: the captured training step with gRDA as `dirprune bench` takes it, evaluation of 10,000 images, where the
+time of a step goes, and the losses of 50 steps from the same weights. Of the shapes: BatchNorm and relu, forward and
+backward in a CUDA graph, beside the floor: a copy that moves the 16 bytes an element which the two directions have to
+(three passes over bfloat16 forward, five backward). All forms take turns, and the median of the rounds is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import rectified_networks as networks
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from dirprune.graphs import record
+from dirprune.lab import bench, data, recipes
+from dirprune.lab.data import Batch, Loaders, Synthetic
+from dirprune.lab.runs import environment
+from dirprune.lab.tables import merge_rows
+from dirprune.lab.train import evaluate
+
+DEVICE = torch.device("cuda")
+BATCH = 128
+ROUNDS = 9
+STEPS = 50
+SHAPES = ((16, 32), (160, 32), (320, 16), (640, 8), (64, 32), (128, 16), (256, 8), (512, 4))
+"""Channels and height of WRN28x10's tensors, then of ResNet-18's."""
+NETWORKS = {
+    "wrn28x10": bench.WORKLOADS["wrn28x10"],
+    "resnet18": bench.Workload("resnet18-cifar10", (3, 32, 32), 10, 50_000, 10_000),
+}
+PARTS = ("wrn28x10", "shapes", "resnet18")
+_START = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the CSV file; what a ratio is taken of is the compiled plain form, and the floor where there is one."""
+
+    part: str
+    what: str
+    form: str
+    ms: float
+    over_plain: float | None
+    over_floor: float | None
+    hardware: str
+    torch: str
+    commit: str
+
+
+Measured = dict[str, float]
+Found = tuple[str, str, str, float, "float | None", "float | None"]
+"""The first fields of a row."""
+
+
+def say(text: str) -> None:
+    """Print with the seconds since the start, at once: a run that is cut off has told what it knew."""
+    print(f"[{time.perf_counter() - _START:5.0f} s] {text}", flush=True)
+
+
+def turns(works: dict[str, Callable[[], object]], rounds: int, repeats: int) -> Measured:
+    """Return milliseconds of each, the median over rounds in which all take turns."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for round_ in range(rounds + 1):
+        for name, work in works.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                work()
+            torch.cuda.synchronize()
+            if round_:
+                times[name].append(1e3 * (time.perf_counter() - start) / repeats)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+Both = Callable[[], tuple[Tensor, ...]]
+
+
+def both_ways(forward: Callable[[Tensor], Tensor], x: Tensor, norm: nn.BatchNorm2d) -> Both:
+    """Return what computes the result and all gradients."""
+    dy = torch.empty_like(x, requires_grad=False).normal_(generator=torch.Generator(DEVICE).manual_seed(1))
+
+    def work() -> tuple[Tensor, ...]:
+        y = forward(x)
+        return y, *torch.autograd.grad(y, [x, norm.weight, norm.bias], dy)
+
+    return work
+
+
+def captured(work: Both) -> Callable[[], object]:
+    kept = record(work), work  # the graph reads and writes the memory of what it was recorded with
+    return lambda: kept[0][0].replay()
+
+
+def apart(ours: Both, theirs: Both) -> float:
+    """Return how far apart they are in result and gradients, as a share of the length of each."""
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(ours(), theirs(), strict=True)]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def shape(channels: int, height: int) -> tuple[Measured, float]:
+    """Return milliseconds of all forms, and how far apart plain form and candidate are."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, channels, height, height, device=DEVICE, dtype=torch.bfloat16)
+    x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
+    norm = nn.BatchNorm2d(channels).to(DEVICE)
+    source = torch.ones(4 * x.numel(), device=DEVICE, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copy, _ = record(lambda: target.copy_(source))
+    plain = torch.compile(lambda x: F.relu(norm(x)), dynamic=False)
+    theirs = both_ways(plain, x, norm)
+    ours = both_ways(lambda x: networks.normalized(x, None, norm), x, norm)
+    off = apart(ours, theirs)
+    return turns({"floor": copy.replay, "plain": captured(theirs), "candidate": captured(ours)}, ROUNDS, 20), off
+
+
+def shapes() -> list[Found]:
+    found: list[Found] = []
+    print(f"\n{'BatchNorm and relu, both ways':32}{'floor ms':>10}{'plain ×':>10}{'ours ×':>10}{'ours ÷ plain':>14}")
+    for channels, height in SHAPES:
+        times, off = shape(channels, height)
+        floor, what = times["floor"], f"{BATCH}×{channels}×{height}×{height}"
+        ratios = f"{times['plain'] / floor:10.2f}{times['candidate'] / floor:10.2f}"
+        print(
+            f"{what:32}{floor:10.4f}{ratios}{times['candidate'] / times['plain']:14.3f}   apart by {off:.1e}",
+            flush=True,
+        )
+        found += [("shapes", what, form, ms, ms / times["plain"], ms / floor) for form, ms in times.items()]
+    return found
+
+
+@cache
+def images(workload: bench.Workload, batch_size: int) -> tuple[Loaders, list[Batch]]:
+    synthetic = Synthetic(workload.shape, workload.classes, workload.examples, workload.test_examples)
+    loaders = data.load("synthetic", batch_size=batch_size, seed=0, device=DEVICE, synthetic=synthetic)
+    return loaders, list(islice(loaders.train.epoch(1), 8))
+
+
+def trainer(name: str, swaps: bool) -> bench._Trainer:
+    """Return the network, its step captured and its evaluation too."""
+    recipe = recipes.get(NETWORKS[name].recipe)
+    with networks.swapped() if swaps else nullcontext():
+        made = bench._Trainer(recipe, *images(NETWORKS[name], recipe.batch_size), DEVICE)
+        say(f"{name}, {'candidate' if swaps else 'plain'}: step captured")
+        scored(made)()
+        say(f"{name}, {'candidate' if swaps else 'plain'}: evaluation captured")
+    return made
+
+
+def scored(made: bench._Trainer) -> Callable[[], object]:
+    return lambda: evaluate(made.model, made.loaders.test, scoring=made.scoring)
+
+
+def breakdown(made: bench._Trainer) -> Counter[str]:
+    """Return milliseconds of a step by kind of kernel."""
+    steps = 5
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        made.steps(steps)
+    spent: Counter[str] = Counter()
+    for event in profiled.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kind = "triton, by inductor" if event.name.startswith("triton_") else "convolutions and others"
+            if event.name.startswith("_") and event.name.endswith(("_kernel", "_settled")):
+                kind = event.name
+            spent[kind] += event.time_range.elapsed_us() / 1e3 / steps
+    return spent
+
+
+def network(name: str) -> list[Found]:
+    both = {form: trainer(name, form == "candidate") for form in ("plain", "candidate")}
+    losses = {}
+    for form, made in both.items():
+        made.steps(STEPS)
+        losses[form] = made.tally.losses[:STEPS].cpu()
+    print(f"\n{name}: loss of step" + "".join(f"{step:>10}" for step in (1, 2, 5, 10, 20, STEPS)))
+    for form, values in losses.items():
+        print(f"  {form:20}" + "".join(f"{values[step - 1]:10.4f}" for step in (1, 2, 5, 10, 20, STEPS)), flush=True)
+    found: list[Found] = []
+    work = {
+        "training step": turns({form: lambda m=m: m.steps(STEPS) for form, m in both.items()}, ROUNDS, 1),
+        "evaluation": turns({form: scored(made) for form, made in both.items()}, 5, 1),
+    }
+    work["training step"] = {form: ms / STEPS for form, ms in work["training step"].items()}
+    for what, times in work.items():
+        print(f"{name}: {what:16}" + "".join(f"  {form} {ms:.3f} ms" for form, ms in times.items()), end="")
+        print(f"  candidate ÷ plain {times['candidate'] / times['plain']:.4f}", flush=True)
+        found += [(name, what, form, ms, ms / times["plain"], None) for form, ms in times.items()]
+    for form, made in both.items():
+        print(f"{name}: where a step goes, {form}")
+        for kind, ms in breakdown(made).most_common():
+            print(f"  {kind:32}{ms:9.3f} ms", flush=True)
+            found.append((name, f"in a step: {kind}", form, ms, None, None))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all of them if none")
+    parser.add_argument("--out", type=Path, help="also write the numbers to this CSV file, beside other hardware's")
+    args = parser.parse_args()
+    if strange := set(args.parts) - set(PARTS):
+        parser.error(f"{', '.join(strange)}: the parts are {', '.join(PARTS)}")
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA device")
+    where = environment(DEVICE)
+    say(f"{where['device']}, torch {torch.__version__}")
+    results: list[Row] = []
+    for part in args.parts or PARTS:
+        found = shapes() if part == "shapes" else network(part)
+        results += [Row(*row, where["device"], where["torch"], where["commit"]) for row in found]
+        say(f"{part} done")
+        if args.out:  # after every part, for a run that is cut off
+            merge_rows(args.out, Row, results, key=["hardware"])
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
