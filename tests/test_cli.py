@@ -784,11 +784,12 @@ def test_reproduce_for_machines_and_people(request: pytest.FixtureRequest) -> No
     assert cell["mean"] == pytest.approx(sum(cell["ours"]) / len(cell["ours"]))
     assert "missing: wrn28x10-cifar100, gRDA μ=0.65: no run yet" in call("reproduce", "--results", "none").stderr
     request.getfixturevalue("_terminal")
-    text = call(*command).stdout
-    assert f"{len(cells)} of 450 published cells" in text
-    assert max(map(len, text.splitlines())) <= 80
+    shown = call(*command)
+    assert f"{len(cells)} of 450 published cells" in shown.stderr
+    assert "vgg16-cifar10, gRDA μ=0.6" in shown.stdout
+    assert max(map(len, shown.stdout.splitlines())) <= 80
     lost = call("reproduce", "--results", "nowhere")
-    assert "vgg16-cifar10, SGD: no run yet" in lost.stdout
+    assert "vgg16-cifar10, SGD: no run yet" in lost.stderr
     assert "nowhere has no ledger.csv; give --results" in lost.stderr
 
 

@@ -18,7 +18,7 @@ from test_cli import call
 from test_train import Breaking
 from torch import nn
 
-from dirprune.lab import checkpoint, ledger, published, recipes, reproduce, reproduction_page, runs, series
+from dirprune.lab import checkpoint, console, ledger, published, recipes, reproduce, reproduction_page, runs, series
 from dirprune.lab.published import Estimate, PublishedCell, Setting
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.train import EpochRecord
@@ -238,7 +238,8 @@ def test_without_results_every_cell_is_missing(tmp_path: Path) -> None:
     assert len(cells) == 450
     assert all(cell.missing and cell.deviation is None and cell.chance is None for cell in cells)
     assert len(reproduce.missing(cells)) == 15
-    assert "0 of 450 published cells" in reproduce.text(cells)
+    assert reproduce.tables(cells) == {}
+    assert "0 of 450 published cells" in reproduce.summary(cells)
 
 
 def test_seeds_are_averaged_and_compared_in_the_paper_s_units(tmp_path: Path) -> None:
@@ -348,27 +349,29 @@ def test_the_page_s_tables_are_rectangular(tmp_path: Path) -> None:
         assert len({line.count("|") for line in block.splitlines()}) == 1
 
 
-def test_the_text_for_the_terminal_fits_it_whatever_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+@pytest.mark.parametrize("width", [80, 60])
+def test_the_tables_fit_a_terminal_whatever_the_numbers(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(console, "is_terminal", lambda: True)
     cells = [
         replace(cell, ours=(cell.published.paper.mean - 99.9 * cell.published.paper.std - 2.6e-5,))
         for cell in reproduce.compare(Path("nowhere"))
     ]
-    lines = reproduce.text(cells).splitlines()
-    assert max(map(len, lines)) <= 80
-    words = {len(line.split()) for line in lines if line.split()[1:2] == ["600"]}
-    assert words == {13}  # no number touches its neighbour
+    for title, rows in reproduce.tables(cells).items():
+        console.show(title, reproduce.COLUMNS, rows, spare=reproduce.SPARE)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum("−99.9σ" in line for line in lines) > 100
 
 
-def test_the_text_for_the_terminal_names_what_there_is_and_what_is_missing(tmp_path: Path) -> None:
+def test_the_tables_name_what_there_is(tmp_path: Path) -> None:
     ledger.collect([make_run(tmp_path / "run", VGG, [record(200, sparsity=0.79434)])], tmp_path / "results")
-    text = reproduce.text(reproduce.compare(tmp_path / "results"))
-    [line] = [line for line in text.splitlines() if line.split()[:1] == ["sparsity"]]
-    assert line.split() == [
-        *("sparsity", "200", "79.43", "1", "79.64", "±", "0.20", "−1.0σ"),
-        *("79.62", "±", "0.21", "(10)", "−0.9σ"),
-    ]
-    assert "missing: vgg16-cifar10, gRDA μ=0.6: epochs 1, 50, 100, 300, 600" in text
+    cells = reproduce.compare(tmp_path / "results")
+    [row] = [row for row in reproduce.tables(cells)["vgg16-cifar10, gRDA μ=0.6"] if row[0] == "sparsity"]
+    assert row == ("sparsity", "200", "79.43", "1", "79.64 ± 0.20", "−1.0σ", "79.62 ± 0.21 (10)", "−0.9σ")
+    assert "vgg16-cifar10, gRDA μ=0.6: epochs 1, 50, 100, 300, 600" in reproduce.missing(cells)
 
 
 # Small numbers that matter.

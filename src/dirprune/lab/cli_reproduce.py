@@ -19,6 +19,7 @@ from dirprune.lab.console import (
     integers,
     is_terminal,
     say,
+    show,
 )
 
 if TYPE_CHECKING:
@@ -58,13 +59,15 @@ def reproduce(
             _train_missing([replace(recipe, keep=kept) for recipe in missing], runs, results, minutes, device, data)
         cells = comparing.compare(results)
         if is_terminal():
-            print(comparing.text(cells))
+            for title, rows in comparing.tables(cells).items():
+                show(title, comparing.COLUMNS, rows, spare=comparing.SPARE)
+                print()
         else:
             for cell in cells:
                 if not cell.missing:
                     emit({**asdict(cell), "mean": cell.mean, "deviation": cell.deviation})
-            for line in (comparing.summary(cells), *(f"missing: {gap}" for gap in comparing.missing(cells))):
-                say(line)
+        for line in (comparing.summary(cells), *(f"missing: {gap}" for gap in comparing.missing(cells))):
+            say(line)
         if not (results / "ledger.csv").exists():
             say(f"{results} has no ledger.csv; give --results, or train: dirprune reproduce --train")
         if page:

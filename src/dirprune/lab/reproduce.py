@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dirprune.lab import ledger, published, recipes
-from dirprune.lab.console import wrapped
 from dirprune.lab.ledger import Trajectory
 from dirprune.lab.names import unknown
 from dirprune.lab.published import Estimate, PublishedCell, Setting
@@ -162,14 +161,18 @@ def value(record: EpochRecord, metric: str) -> float:
     return 100 * number if metric == "sparsity" else number
 
 
-def text(cells: list[Cell]) -> str:
-    """Return what `dirprune reproduce` prints: the cells we have, what they come to, and what is missing."""
-    lines = []
+COLUMNS = ("metric", "epoch", "ours", "runs", "paper", "off by", "comparable logs", "off by those")
+SPARE = ("runs", "off by those", "comparable logs")
+"""The columns that a narrow terminal goes without, the first of them first."""
+
+
+def tables(cells: Iterable[Cell]) -> dict[str, list[tuple[str, ...]]]:
+    """Return the cells that have runs as rows of text under `COLUMNS`, by setting."""
+    found = {}
     for setting, group in by_setting(cells).items():
         if have := [cell for cell in group if not cell.missing]:
-            lines += ["", f"{setting.experiment}, {setting}", _HEAD, *(_line(cell) for cell in have)]
-    lines += ["", wrapped(summary(cells)), *(wrapped(f"missing: {line}") for line in missing(cells))]
-    return "\n".join(lines).lstrip("\n")
+            found[f"{setting.experiment}, {setting}"] = [_row(cell) for cell in have]
+    return found
 
 
 def by_setting(cells: Iterable[Cell]) -> dict[Setting, list[Cell]]:
@@ -227,19 +230,15 @@ def missing(cells: Iterable[Cell]) -> list[str]:
     return lines
 
 
-_LINE = "{:<10}{:>6}{:>7}{:>5}{:>14}{:>9}{:>19}{:>9}".format  # 79 letters: the least that terminals have is 80
-_HEAD = _LINE("metric", "epoch", "ours", "runs", "paper", "off by", "comparable logs", "off by")
-
-
-def _line(cell: Cell) -> str:
+def _row(cell: Cell) -> tuple[str, ...]:
     given = cell.published
     digits = 3 if given.metric.endswith("loss") else 2
     paper, logs = (f"{e.mean:.{digits}f} ± {e.std:.{digits}f}" for e in (given.paper, given.comparable))
-    return _LINE(
-        given.metric.replace("accuracy", "acc."),
-        given.epoch,
+    return (
+        given.metric.replace("accuracy", "acc.").replace("_", " "),
+        str(given.epoch),
         f"{cell.mean:.{digits}f}",
-        len(cell.ours),
+        str(len(cell.ours)),
         paper,
         format_deviation(cell.mean, given.paper),
         f"{logs} ({given.comparable.n})",
