@@ -14,6 +14,7 @@ from dirprune.lab.scoring import ScoreRow
 
 GREY = "#707070"
 _OTHERS = {"magnitude": ("magnitude", "#000000", "s"), "brain-damage": ("optimal brain damage", GREY, "^")}
+_MARKERS = "oDvPX*"
 
 
 @styled
@@ -65,7 +66,8 @@ def score_figure(rows: Sequence[ScoreRow]) -> Figure:
     ks = sorted({row.k for row in measured if row.method == "directional"})
     for method, k in dict.fromkeys((row.method, row.k) for row in measured):
         own = [row for row in measured if (row.method, row.k) == (method, k)]
-        label, shade, marker = _OTHERS.get(method) or (f"directional, k = {k}", colour(ks.index(k)), "o")
+        place = ks.index(k) if method == "directional" else 0
+        label, shade, marker = _OTHERS.get(method) or (f"directional, k = {k}", colour(place), _MARKERS[place % 6])
         x = [100 * row.sparsity for row in own]
         loss.plot(x, [row.train_loss for row in own], marker=marker, markersize=3, color=shade, label=label)
         accuracy.plot(x, [row.test_accuracy for row in own], marker=marker, markersize=3, color=shade)

@@ -79,14 +79,15 @@ def _in_units(curve: Curve) -> Curve:
 
 
 def _compare(axes: Axes, band: Band | None, ours: Sequence[Curve]) -> None:
-    """Draw the published band, if there is one, and our runs over it."""
+    """Draw the published band, if there is one, our runs over it, and the published mean over both."""
     if band is not None:
         axes.fill_between(
             band.epochs, band.low, band.high, color=plots.colour(THEIRS), alpha=0.3, linewidth=0, label=BAND
         )
-        plots.draw_published(axes, (band.epochs, band.mean), label="their mean", index=THEIRS)
     for curve in ours:
-        axes.plot(*curve, color=plots.colour(OURS), linewidth=0.7, label="a run of ours")
+        axes.plot(*curve, color=plots.colour(OURS), linewidth=0.6, alpha=0.8, label="a run of ours")
+    if band is not None:
+        plots.draw_published(axes, (band.epochs, band.mean), label="their mean", index=THEIRS)
 
 
 def _scale(axes: Axes, metric: str, bands: Sequence[Band]) -> None:
