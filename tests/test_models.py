@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -486,6 +487,17 @@ def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_users_callable_gets_the_classes_as_it_wants_them(attribute: str, shape: tuple[int, int]) -> None:
     assert build(f"models_of_a_user:{attribute}", 7).weight.shape == shape
+
+
+def test_a_users_module_may_lie_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "net_right_here.py").write_text("from torch import nn\ndef net(classes): return nn.Linear(2, classes)")
+    (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')")  # nothing else is taken from there
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert build("net_right_here:net", 3).weight.shape == (3, 2)
+    assert sys.path == before
+    with pytest.raises(ValueError, match="'net' in 'json' does not exist"):
+        build("json:net", 3)
 
 
 @pytest.mark.usefixtures("own_models")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from dirprune.lab.plots import add_legend, colour, mark_epochs, panels, scale_log, styled
@@ -67,7 +68,8 @@ def score_figure(rows: Sequence[ScoreRow]) -> Figure:
     for method, k in dict.fromkeys((row.method, row.k) for row in measured):
         own = [row for row in measured if (row.method, row.k) == (method, k)]
         place = ks.index(k) if method == "directional" else 0
-        label, shade, marker = _OTHERS.get(method) or (f"directional, k = {k}", colour(place), _MARKERS[place % 6])
+        ordered = colormaps["plasma"](0.9 * (1 - place / max(len(ks) - 1, 1)))  # the more are known, the darker
+        label, shade, marker = _OTHERS.get(method) or (f"directional, k = {k}", ordered, _MARKERS[place % 6])
         x = [100 * row.sparsity for row in own]
         loss.plot(x, [row.train_loss for row in own], marker=marker, markersize=3, color=shade, label=label)
         accuracy.plot(x, [row.test_accuracy for row in own], marker=marker, markersize=3, color=shade)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -33,9 +36,9 @@ def build(name: str, classes: int) -> nn.Module:
 
     Args:
         name: ``"vgg16"``, ``"wrn28x10"`` (any ``"wrn{depth}x{width}"``), ``"resnet50"``, ``"resnet18"`` (the CIFAR
-            stem), ``"small"``; or ``"package.module:callable"`` for your own. That callable gets the number of classes
-            as ``num_classes`` or ``classes``, whichever it names (``num_classes`` if it takes any keyword, as
-            torchvision's and timm's do), and no argument if it takes neither.
+            stem), ``"small"``; or ``"package.module:callable"`` for your own, which may lie in the current folder. It
+            gets the number of classes as ``num_classes`` or ``classes``, whichever it names (``num_classes`` if it
+            takes any keyword, as torchvision's and timm's do), and no argument if it takes neither.
         classes: number of outputs, at least 1.
 
     Example:
@@ -57,10 +60,12 @@ def _build_own(spec: str, classes: int) -> nn.Module:
     """Import ``package.module:callable`` and call it."""
     module_name, _, attribute = spec.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        with _current_folder():
+            module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:  # ValueError: an empty module name
         raise ValueError(
-            f"model={spec!r}: cannot import {module_name!r} ({error}); is it installed, or its folder on PYTHONPATH?"
+            f"model={spec!r}: cannot import {module_name!r} ({error}); is it in this folder, installed, or its folder "
+            "on PYTHONPATH?"
         ) from error
     except Exception as error:
         raise _at_fault(spec, error) from error
@@ -78,6 +83,18 @@ def _build_own(spec: str, classes: int) -> nn.Module:
             f"model={spec!r} returned a value of type {type(model).__name__}; it must return a torch.nn.Module"
         )
     return model
+
+
+@contextmanager
+def _current_folder() -> Iterator[None]:
+    """Look for modules in the current folder too, after all other places; an installed command does not by itself."""
+    here = str(Path.cwd())
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        if here in sys.path:
+            del sys.path[len(sys.path) - 1 - sys.path[::-1].index(here)]
 
 
 def _at_fault(spec: str, error: Exception) -> ValueError:
