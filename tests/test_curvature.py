@@ -17,12 +17,12 @@ from torch.func import functional_call, hessian
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
+from dirprune.basis import inner
 from dirprune.curvature import (
     HessianOperator,
     MatrixOperator,
     dense,
     hessian_diagonal,
-    inner,
     lanczos_steps,
     top_eigenpairs,
 )
@@ -399,6 +399,8 @@ def test_bad_requests_are_refused_with_a_reason() -> None:
         HessianOperator(model, loss_fn, []) @ torch.ones(op.size, dtype=torch.float64)
     with pytest.raises(ValueError, match="square"):
         MatrixOperator(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="square"):
+        top_eigenpairs(torch.ones(2, 3), 1)
 
 
 def with_spectrum(values: Tensor, seed: int = 0) -> tuple[MatrixOperator, Tensor]:
@@ -490,6 +492,19 @@ def test_single_precision_keeps_an_orthonormal_basis_through_restarts() -> None:
     assert pairs.vectors.dtype == torch.float32
     torch.testing.assert_close(pairs.vectors.T @ pairs.vectors, torch.eye(6), rtol=0, atol=1e-5)
     assert (pairs.residuals < 9e-5).all()
+
+
+@pytest.mark.parametrize("power", [-100, -75, 75, 100])
+def test_very_small_and_very_large_hessians_keep_their_digits(power: int) -> None:
+    """A power of two rounds nothing, so that all is the same but for that factor; squares would leave float32."""
+    matrix = with_spectrum(torch.cat([LEADING, BULK]))[0].matrix.float()
+    expected = top_eigenpairs(MatrixOperator(matrix), 4, basis_size=10)
+    pairs = top_eigenpairs(MatrixOperator(matrix * 2.0**power), 4, basis_size=10)
+    assert torch.equal(pairs.values, expected.values * 2.0**power)
+    assert torch.equal(pairs.residuals, expected.residuals * 2.0**power)
+    assert torch.equal(pairs.vectors, expected.vectors)
+    assert pairs.iterations == expected.iterations
+    torch.testing.assert_close(expected.values, torch.tensor([5.0, 4.001, 4.0, 3.0]), rtol=1e-4, atol=0)
 
 
 def test_long_vectors_keep_their_digits_in_single_precision() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dirprune.curvature import HessianOperator, MatrixOperator
+from dirprune.curvature import HessianOperator, MatrixOperator, top_eigenpairs
 from dirprune.direction import (
     directional_path,
     directional_prune,
@@ -198,3 +198,9 @@ def test_weights_and_score_are_paired_by_name() -> None:
 def test_eigenvectors_that_are_not_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="orthonormal"):
         directional_score(torch.ones(3), torch.full((3, 1), math.nan))
+
+
+def test_a_symmetric_matrix_is_an_operator() -> None:
+    matrix = torch.diag(torch.tensor([0.0, 3.0, -2.0]))
+    assert torch.equal(null_projection(matrix), null_projection(MatrixOperator(matrix)))
+    torch.testing.assert_close(top_eigenpairs(matrix, 1).values, torch.tensor([3.0]))

@@ -10,38 +10,39 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dirprune.curvature import SymmetricOperator, dense, inner
+from dirprune.basis import inner
+from dirprune.curvature import SymmetricOperator, dense
 from dirprune.weights import Weights, check_alike, flatten, unflatten
 
 Point = TypeVar("Point", Tensor, Weights)
 
 
-def nonflat_basis(op: SymmetricOperator, *, tolerance: float = 1e-6) -> Tensor:
+def nonflat_basis(op: SymmetricOperator | Tensor, *, tolerance: float = 1e-6) -> Tensor:
     """Return orthonormal eigenvectors, as columns, of all eigenvalues with |λ| > tolerance · max|λ|, by dense `eigh`.
 
-    >>> from dirprune.curvature import MatrixOperator
-    >>> nonflat_basis(MatrixOperator(torch.diag(torch.tensor([0.0, 3.0])))).abs()
+    >>> nonflat_basis(torch.diag(torch.tensor([0.0, 3.0]))).abs()
     tensor([[0.],
             [1.]])
     """
-    values, vectors = torch.linalg.eigh(dense(op).double())
+    matrix = dense(op)
+    values, vectors = torch.linalg.eigh(matrix.double())
     basis: Tensor = vectors[:, values.abs() > tolerance * values.abs().max()]
-    return basis.to(op.dtype)
+    return basis.to(matrix.dtype)
 
 
-def null_projection(op: SymmetricOperator, *, tolerance: float = 1e-6) -> Tensor:
+def null_projection(op: SymmetricOperator | Tensor, *, tolerance: float = 1e-6) -> Tensor:
     """Return Π₀ = I − QQᵀ [d, d], the projection on the kernel of an operator small enough for a dense `eigh`.
 
     Args:
+        op: a `HessianOperator`, a symmetric matrix, or anything with size, dtype, device and @.
         tolerance: an eigenvalue with |λ| ≤ tolerance · max|λ| counts as zero.
 
-    >>> from dirprune.curvature import MatrixOperator
-    >>> null_projection(MatrixOperator(torch.diag(torch.tensor([0.0, 3.0]))))
+    >>> null_projection(torch.diag(torch.tensor([0.0, 3.0])))
     tensor([[1., 0.],
             [0., 0.]])
     """
     basis = nonflat_basis(op, tolerance=tolerance)
-    return torch.eye(op.size, dtype=op.dtype, device=op.device) - basis @ basis.T
+    return torch.eye(len(basis), dtype=basis.dtype, device=basis.device) - basis @ basis.T
 
 
 def directional_score(w: Point, eigenvectors: Tensor) -> Point:
