@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
 
+from dirprune.batches import Batch
 from dirprune.connect import BezierCurve, CurveProfile, FitRecord, Plane, curve_profile, fit_curve, plane_profile
-from dirprune.landscape import Batch, Evaluator, Loaders, Measurement, profile_points
+from dirprune.graphs import Captured
+from dirprune.landscape import Evaluator, Loaders, Measurement, profile_points
 from dirprune.weights import Weights, flatten, put, take
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -379,6 +381,67 @@ def test_a_weight_that_the_network_does_not_use_stays_on_the_line() -> None:
     loaders = SimpleNamespace(train=[(torch.eye(2), torch.tensor([0, 1]))])
     assert len(list(fit_curve(Spare(), curve, loaders, epochs=1))) == 1
     assert curve.control_points()[1]["spare"].tolist() == [1.5] * 3
+
+
+class Nested(nn.Module):
+    """`normalised` behind a nesting of inputs and outputs."""
+
+    def __init__(self, seed: int, key: Any, pack: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.body, self.key, self.pack = normalised(seed), key, pack
+
+    def forward(self, inputs: Any) -> Any:
+        return self.pack(self.body(inputs[self.key]))
+
+
+@pytest.mark.parametrize(
+    ("key", "pack"), [("x", lambda x: {"x": x, "n": 1}), (0, lambda x: (x, 1))], ids=["dict", "tuple"]
+)
+def test_inputs_outputs_and_targets_may_be_nested(key: Any, pack: Callable[[Any], Any]) -> None:
+    plain, loss_fn = points_of(50, size=20), nn.functional.cross_entropy
+    results = []
+    for nested in (False, True):
+        models = [Nested(seed, key, pack) if nested else normalised(seed) for seed in range(3)]
+        curve = BezierCurve(take(models[1]), take(models[2]))
+        batches = [(pack(inputs), {"y": targets}) for inputs, targets in plain] if nested else plain
+        loaders = SimpleNamespace(train=batches, test=batches)
+        loss = (lambda outputs, targets: loss_fn(outputs[key], targets["y"])) if nested else loss_fn
+        records = fit(models[0], curve, loaders, epochs=2, loss_fn=loss)
+        profile = curve_profile(models[0], curve, loaders, points=3, loss_fn=loss)
+        results.append([r.loss for r in records] + [p.train_loss for p in profile.points])
+        assert all(math.isnan(p.train_error) == nested for p in profile.points)
+    assert results[1] == results[0]
+
+
+def test_whole_numbers_that_are_no_classes_have_no_error() -> None:
+    batches = [(torch.randn(4, 6), torch.randint(9, (4, 3)))]
+    loaders, ends = loaders_of(batches), [take(nn.Linear(6, 3)) for _ in range(2)]
+    options: dict[str, Any] = {"loss_fn": lambda outputs, targets: nn.functional.mse_loss(outputs, targets.float())}
+    (record,) = fit(nn.Linear(6, 3), BezierCurve(*ends), loaders, epochs=1, **options)
+    profile = curve_profile(nn.Linear(6, 3), BezierCurve(*ends), loaders, points=2, **options)
+    assert math.isnan(record.accuracy)
+    assert all(math.isnan(point.test_error) and math.isfinite(point.test_loss) for point in profile.points)
+
+
+def test_a_single_example_is_left_out_of_the_statistics_and_refused_by_the_fit() -> None:
+    """The batch of one still counts in the loss."""
+    batches = points_of(41, size=20)
+    curve = BezierCurve(take(normalised(1)), take(normalised(2)))
+    point = curve_profile(normalised(0), curve, loaders_of(batches), points=2).points[0]
+    network = normalised(1)
+    hidden = [network[0](inputs).detach() for inputs, _ in batches[:2]]
+    network[1].running_mean.copy_(torch.stack([h.mean(0) for h in hidden]).mean(0))
+    network[1].running_var.copy_(torch.stack([h.var(0) for h in hidden]).mean(0))
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    loss = nn.functional.cross_entropy(network.eval()(inputs), targets)
+    assert point.train_loss == pytest.approx(loss.item(), rel=1e-5)
+    with pytest.raises(ValueError, match=r"a batch of one example, .*drop_last=True"):
+        fit(normalised(0), curve, loaders_of(batches), epochs=1)
+
+
+def test_a_graph_is_recorded_for_tensors() -> None:
+    with pytest.raises(ValueError, match=r"inputs is a dict and targets a Tensor; .*capture=False"):
+        Captured(lambda inputs, targets: targets)({"x": torch.ones(1)}, torch.ones(1))  # type: ignore[arg-type]
 
 
 if torch.cuda.is_available():

@@ -229,6 +229,54 @@ def test_what_a_batch_writes_into_buffers_does_not_reach_the_next(compiled: bool
     torch.testing.assert_close(twice @ torch.ones(15), once @ torch.ones(15))
 
 
+class Nested(nn.Module):
+    """A network that takes and returns its tensors in a nesting."""
+
+    def __init__(self, model: nn.Module, unpack: Callable[[Any], Tensor], pack: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.model, self.unpack, self.pack = model, unpack, pack
+
+    def forward(self, inputs: Any) -> Any:
+        return self.pack(self.model(self.unpack(inputs)))
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_inputs_outputs_and_targets_may_be_nested(form: str, kind: str) -> None:
+    key: Any = "x" if form == "dict" else 0
+
+    def wrapped(x: Any) -> Any:
+        return {"x": x} if form == "dict" else (x, x)
+
+    model, batches, loss_fn = mlp(), unequal_batches(4), nn.CrossEntropyLoss()
+    nested = Nested(model, lambda inputs: inputs[key], lambda z: {"x": z, "n": 3} if form == "dict" else (z, z.sum()))
+    op = HessianOperator(
+        nested, lambda z, y: loss_fn(z[key], y[key]), [(wrapped(x), wrapped(y)) for x, y in batches], kind=kind
+    )
+    torch.testing.assert_close(dense(op), dense(HessianOperator(model, loss_fn, batches, kind=kind)))
+
+
+def test_gauss_newton_needs_outputs_that_it_can_see() -> None:
+    model = Nested(mlp(), lambda inputs: inputs, lambda z: iter([z]))
+    op = HessianOperator(model, lambda z, y: next(z).sum(), unequal_batches(4), kind="gauss-newton")
+    with pytest.raises(ValueError, match=r"gauss-newton.*list_iterator in which there are no tensors"):
+        op @ torch.ones(op.size, dtype=torch.float64)
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_of_several_numbers_is_refused(compiled: bool, kind: str) -> None:
+    ones = torch.ones(53, dtype=torch.float64)
+    for loss_fn, words in (
+        (nn.CrossEntropyLoss(reduction="none"), r"a tensor of shape \(7,\); .*reduction='none'"),
+        (lambda z, y: 1.0, "a float; it must return a tensor of one number"),
+    ):
+        op = HessianOperator(mlp(), loss_fn, unequal_batches(4), kind=kind, compiled=compiled)
+        with pytest.raises(ValueError, match=f"loss_fn returned {words}"):
+            op @ ones
+
+
 def test_autocast_is_a_dtype() -> None:
     with pytest.raises(ValueError, match="autocast='bfloat16' is not a dtype"):
         HessianOperator(mlp(), nn.CrossEntropyLoss(), [], autocast="bfloat16")  # type: ignore[arg-type]
@@ -391,12 +439,20 @@ def test_bad_requests_are_refused_with_a_reason() -> None:
     with pytest.raises(ValueError, match="differ in dtype"):
         HessianOperator(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), loss_fn, batches)
     op = HessianOperator(model, loss_fn, batches)
+    ones = torch.ones(op.size, dtype=torch.float64)
     with pytest.raises(ValueError, match="shape"):
         op @ torch.ones(op.size + 1, dtype=torch.float64)
     with pytest.raises(ValueError, match="float32"):
         op @ torch.ones(op.size)
     with pytest.raises(ValueError, match="no examples"):
         HessianOperator(model, loss_fn, []) @ torch.ones(op.size, dtype=torch.float64)
+    for bad, words in (
+        ((*batches[0], 0), "a tuple of 3"),
+        (dict(enumerate(batches[0])), "a dict of 2"),
+        (ones, "a Tensor"),
+    ):
+        with pytest.raises(ValueError, match=rf"batches gave {words}; a batch must be a pair \(inputs, targets\)"):
+            HessianOperator(model, loss_fn, [bad]) @ ones
     with pytest.raises(ValueError, match="square"):
         MatrixOperator(torch.ones(2, 3))
     with pytest.raises(ValueError, match="square"):

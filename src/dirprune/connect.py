@@ -20,9 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_leaves, tree_map
 
+from dirprune.batches import Batch, Loss, mean_loss, moved, pairs
+from dirprune.batchnorm import lacks_variance
 from dirprune.graphs import Captured
-from dirprune.landscape import Batch, Evaluator, Loaders, LossFn, Measurement, means, profile_points, tally
+from dirprune.landscape import Evaluator, Loaders, Measurement, means, profile_points, tally
 from dirprune.weights import Weights, check_alike, flatten, unflatten
 
 
@@ -100,7 +103,7 @@ def fit_curve(
     first_epoch: int = 1,
     optimizer: torch.optim.Optimizer | None = None,
     schedule: Callable[[int], float] | None = None,
-    loss_fn: LossFn = cross_entropy,
+    loss_fn: Loss = cross_entropy,
     seed: int = 0,
     autocast: torch.dtype | None = None,
     channels_last: bool = False,
@@ -114,7 +117,8 @@ def fit_curve(
 
     Args:
         loaders: ``loaders.train.epoch(e)`` gives the minibatches of epoch e = first_epoch … epochs; a DataLoader, or
-            whatever else has no ``epoch``, is iterated anew for each.
+            whatever else has no ``epoch``, is iterated anew for each. Inputs, targets and outputs may be tensors in
+            any nesting, and are moved to the curve's device.
         optimizer: one over ``curve.parameters()``; by default SGD with lr .1 and momentum .9, as published for VGG16.
         schedule: the learning rate of epoch e; by default the optimizer's own.
         loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch.
@@ -137,15 +141,16 @@ def fit_curve(
     optimizer = _checked(model, curve, optimizer, capture)
     kind = _CapturedFitStep if capture else _FitStep
     step = kind(model, curve, optimizer, loss_fn, autocast, channels_last, compiled)
+    device = curve.bends[0].device
     for epoch in range(first_epoch, epochs + 1):
         began = time.perf_counter()
         lr = _set_lr(optimizer, None if schedule is None else schedule(epoch))
         step.reset()
-        totals = torch.zeros(3, dtype=torch.float64, device=curve.bends[0].device)
-        with _seeded(seed * 1_000_003 + epoch, curve.bends[0].device):
-            for inputs, targets in _minibatches(loaders.train, epoch):
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        with _seeded(seed * 1_000_003 + epoch, device):
+            for inputs, targets in pairs(_minibatches(loaders.train, epoch), "loaders.train"):
                 t = torch.rand((), dtype=torch.float64, device="cpu").item()
-                totals += step(inputs, targets, t)
+                totals += step(moved(inputs, device), moved(targets, device), t)
         loss, error = means(totals, "loaders.train.epoch")
         if not (math.isfinite(loss) and all(bend.isfinite().all() for bend in curve.bends)):
             raise FloatingPointError(f"the fit diverged in epoch {epoch} (mean loss {loss}, lr {lr:g}); lower lr")
@@ -165,7 +170,7 @@ class _FitStep:
         model: nn.Module,
         curve: BezierCurve,
         optimizer: torch.optim.Optimizer,
-        loss_fn: LossFn,
+        loss_fn: Loss,
         autocast: torch.dtype | None,
         channels_last: bool,
         compiled: bool,
@@ -175,33 +180,36 @@ class _FitStep:
         self._curve, self._optimizer, self._loss_fn = curve, optimizer, loss_fn
         self._autocast, self._channels_last = autocast, channels_last
         self._compiled = torch.compile(self._outputs, dynamic=False) if compiled else self._outputs
-        self._shape: torch.Size | None = None
+        self._device = curve.bends[0].device
+        self._shapes: list[torch.Size] = []
 
-    def _outputs(self, state: Weights, inputs: Tensor) -> Tensor:
-        outputs: Tensor = functional_call(self._network, state, (inputs,))
-        return outputs
+    def _outputs(self, state: Weights, inputs: Any) -> Any:
+        return functional_call(self._network, state, (inputs,))
 
     def reset(self) -> None:
         """Begin an epoch with the model's own buffers: nothing but curve and optimizer lives on from the last one."""
         for name, buffer in self._network.named_buffers():
             self._buffers[name].copy_(buffer)
 
-    def __call__(self, inputs: Tensor, targets: Tensor, t: float | Tensor) -> Tensor:
-        if self._channels_last and inputs.dim() == 4:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        self._shape = self._shape or inputs.shape
-        forward = self._compiled if inputs.shape == self._shape else self._outputs  # a short last batch is not worth it
+    def __call__(self, inputs: Any, targets: Any, t: float | Tensor) -> Tensor:
+        if self._channels_last:
+            inputs = tree_map(_channels_last, inputs)
+        shapes = [leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        self._shapes = self._shapes or shapes
+        forward = self._compiled if shapes == self._shapes else self._outputs  # a short last batch is not worth it
         weights = self._curve.point(t)
         leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}  # as torch.compile likes
         lower = self._autocast is not None
-        with torch.autocast(inputs.device.type, dtype=self._autocast, enabled=lower, cache_enabled=False):
-            outputs = forward({**leaves, **self._buffers}, inputs)
-            loss = self._loss_fn(outputs, targets)
+        with torch.autocast(self._device.type, dtype=self._autocast, enabled=lower, cache_enabled=False):
+            with _variance_asked_for():
+                outputs = forward({**leaves, **self._buffers}, inputs)
+            loss = mean_loss(self._loss_fn, outputs, targets)
         gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
         self._optimizer.zero_grad()
         torch.autograd.backward(list(weights.values()), gradients)  # on to the bends
         self._optimizer.step()
-        return tally(outputs.detach(), targets, loss.detach())
+        with torch.no_grad():
+            return tally(outputs, targets, loss)
 
 
 class _CapturedFitStep(_FitStep):
@@ -230,10 +238,28 @@ class _CapturedFitStep(_FitStep):
             changes=[*curve.bends, *momenta, *self._buffers.values()],
         )
 
-    def __call__(self, inputs: Tensor, targets: Tensor, t: float | Tensor) -> Tensor:
+    def __call__(self, inputs: Any, targets: Any, t: float | Tensor) -> Tensor:
         self._t.fill_(t)
-        with torch.cuda.device_of(inputs):  # type: ignore[no-untyped-call]
-            return self._replay(inputs, targets)
+        return self._replay(inputs, targets)
+
+
+def _channels_last(leaf: Any) -> Any:
+    images = isinstance(leaf, Tensor) and leaf.dim() == 4
+    return leaf.contiguous(memory_format=torch.channels_last) if images else leaf
+
+
+@contextmanager
+def _variance_asked_for() -> Iterator[None]:
+    """Say what to do about a batch that a BatchNorm cannot be trained on."""
+    try:
+        yield
+    except ValueError as error:
+        if not lacks_variance(error):
+            raise
+        raise ValueError(
+            "loaders.train gave a batch of one example, of which BatchNorm has no variance; leave it out, e.g. with "
+            "DataLoader(…, drop_last=True)"
+        ) from error
 
 
 def _checked(

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dirprune.basis import fresh, inner, length, orthogonalise, rotate, unit_of
+from dirprune.batches import Loss, examples_in, moved, pairs, refuse_iterator
 from dirprune.modes import eval_mode
-from dirprune.products import Kind, Loss, forward_product, outputs_of, reverse_product
+from dirprune.products import Kind, forward_product, outputs_of, reverse_product
 from dirprune.weights import Weights, unflatten
 
 Which = Literal["largest", "magnitude"]
@@ -55,10 +56,11 @@ def operator_of(op: SymmetricOperator | Tensor) -> SymmetricOperator:
 
 
 class _Batch(NamedTuple):
-    """A batch on the model's device, and whether it is of the common size."""
+    """A batch on the model's device, its number of examples, and whether it is of the common size."""
 
     inputs: Any
     targets: Any
+    examples: int
     common: bool
 
 
@@ -75,8 +77,9 @@ class HessianOperator:
     Args:
         model: any module; attention is evaluated by its plain formula, the only one that differentiates twice.
         loss_fn: ``loss_fn(model(inputs), targets)``, a mean over the examples of the batch.
-        batches: pairs (inputs, targets) that can be iterated again and again and always hold the same examples;
-            ``len(targets)`` is a batch's number of examples. Tensors are moved to the model's device.
+        batches: pairs (inputs, targets), tensors in any nesting, that can be iterated again and again and always hold
+            the same examples; the length of the targets is a batch's number of examples. Tensors are moved to the
+            model's device.
         parameters: the names to differentiate by, all others staying fixed; None means all.
         kind: "hessian", or "gauss-newton" for Jᵀ(∇²loss)J, its positive semidefinite part when the loss is convex.
         compiled: `torch.compile` the products, for batches as large as the first; others run uncompiled. On a GPU a
@@ -106,8 +109,7 @@ class HessianOperator:
             raise ValueError(f"kind is {kind!r}; choose one of {', '.join(map(repr, get_args(Kind)))}")
         if autocast is not None and not isinstance(autocast, torch.dtype):
             raise ValueError(f"autocast={autocast!r} is not a dtype; give e.g. torch.bfloat16, or None")
-        if isinstance(batches, Iterator):
-            raise ValueError("batches is an iterator, spent after one pass; give a list or a DataLoader")
+        refuse_iterator(batches, "batches")
         chosen = _choose(model, parameters)
         self.model, self.loss_fn, self.batches, self.kind = model, loss_fn, batches, kind
         self.names = list(chosen)
@@ -134,12 +136,13 @@ class HessianOperator:
         with _undisturbed(self.model, self.device), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
             weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
             buffers = dict(self.model.named_buffers())
-            for inputs, targets in self.batches:
+            for inputs, targets in pairs(self.batches, "batches"):
+                count = examples_in(targets)
                 # One shape is compiled, the common one: a compilation costs more than the short last batch ever will.
-                common = common or len(targets)
-                batch = _Batch(_to(inputs, self.device), _to(targets, self.device), len(targets) == common)
+                common = common or count
+                batch = _Batch(moved(inputs, self.device), moved(targets, self.device), count, count == common)
                 self._add_products(batch, weights, buffers, columns, totals)
-                examples += len(targets)
+                examples += count
         if not examples:
             raise ValueError("batches holds no examples; give at least one (inputs, targets) pair")
         return (totals / examples).T.reshape(vector.shape)
@@ -151,7 +154,7 @@ class HessianOperator:
         for column, total in zip(columns, totals, strict=True):
             pieces = product(unflatten(column, chosen))
             for name, part in unflatten(total, chosen).items():
-                part.add_(pieces[name], alpha=len(batch.targets))
+                part.add_(pieces[name], alpha=batch.examples)
 
     def _backwards(self, batch: _Batch, weights: Weights, buffers: Weights) -> Callable[[Weights], Weights]:
         leaves = {name: weights[name].detach().requires_grad_() for name in self.names}
@@ -210,10 +213,6 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     # Iterating a DataLoader draws from torch's generator, shuffling or not.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), eval_mode(model):
         yield
-
-
-def _to(data: Any, device: torch.device) -> Any:
-    return data.to(device, non_blocking=True) if isinstance(data, Tensor) else data
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from dirprune.batches import Loss, mean_loss
 from dirprune.weights import Weights
 
 Kind = Literal["hessian", "gauss-newton"]
-Loss = Callable[[Any, Any], Tensor]
 Pieces = Sequence[Tensor]
 ForwardProduct = Callable[[Weights, Weights, Weights, Any, Any], Weights]
 """From (all weights, a vector of some or all of them, buffers, inputs, targets) to the product, named as the vector."""
@@ -80,7 +80,7 @@ def forward_product(model: nn.Module, loss_fn: Loss, kind: Kind, autocast: torch
 def _forward_hessian(
     network: Callable[[Weights], Any], loss_fn: Loss, targets: Any, weights: Weights, vector: Weights
 ) -> Weights:
-    return dict(_along(grad(lambda w, t: loss_fn(network(w), t)), weights, vector, targets))
+    return dict(_along(grad(lambda w, t: mean_loss(loss_fn, network(w), t)), weights, vector, targets))
 
 
 def _forward_gauss_newton(
@@ -88,7 +88,7 @@ def _forward_gauss_newton(
 ) -> Weights:
     # Inside vjp the network runs as in training: where nothing asks for a gradient, attention takes a path without one.
     outputs, pushed = jvp(lambda w: vjp(network, w)[0], (weights,), (vector,))[:2]
-    curved = _along(grad(lambda o, t: loss_fn(o, t)), outputs, pushed, targets)
+    curved = _along(grad(lambda o, t: mean_loss(loss_fn, o, t)), outputs, pushed, targets)
     pull = vjp(network, weights)[1]
     return dict(pull(curved)[0])
 
@@ -117,18 +117,28 @@ def _vjp(outputs: Pieces, inputs: Pieces, vectors: Pieces, *, create_graph: bool
 
 def _reverse_hessian(outputs: Any, targets: Any, loss_fn: Loss, weights: Pieces) -> Callable[[Pieces], Pieces]:
     """Return v ↦ ∇²f v: the gradient differentiated once more, backwards because H = Hᵀ."""
-    loss = loss_fn(outputs, targets)
+    loss = mean_loss(loss_fn, outputs, targets)
     gradient = _vjp([loss], weights, [torch.ones_like(loss)], create_graph=True)
     return lambda vector: _vjp(gradient, weights, vector)
 
 
-def _reverse_gauss_newton(outputs: Tensor, targets: Any, loss_fn: Loss, weights: Pieces) -> Callable[[Pieces], Pieces]:
+def _reverse_gauss_newton(outputs: Any, targets: Any, loss_fn: Loss, weights: Pieces) -> Callable[[Pieces], Pieces]:
     """Return v ↦ Jᵀ(∇²loss)Jv; Jv comes from differentiating u ↦ Jᵀu, so that no op needs a forward mode."""
-    point = outputs.detach().requires_grad_()
-    dummy = torch.zeros_like(outputs, requires_grad=True)
-    pulled = _vjp([outputs], weights, [dummy], create_graph=True)
-    curve = _reverse_hessian(point, targets, loss_fn, [point])
-    return lambda vector: _vjp([outputs], weights, curve(_vjp(pulled, [dummy], vector)))
+    leaves, form = tree_flatten(outputs)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not places:
+        raise ValueError(
+            f"kind is 'gauss-newton', but the model returned a {type(outputs).__name__} in which there are no tensors "
+            "to differentiate the loss by; return tensors, alone or in a tuple, list or dict"
+        )
+    results = [leaves[i] for i in places]
+    points = [result.detach().requires_grad_() for result in results]
+    for i, point in zip(places, points, strict=True):  # what else the model returns is no variable of the loss
+        leaves[i] = point
+    dummies = [torch.zeros_like(result, requires_grad=True) for result in results]
+    pulled = _vjp(results, weights, dummies, create_graph=True)
+    curve = _reverse_hessian(tree_unflatten(leaves, form), targets, loss_fn, points)
+    return lambda vector: _vjp(results, weights, curve(_vjp(pulled, dummies, vector)))
 
 
 _REVERSE = {"hessian": _reverse_hessian, "gauss-newton": _reverse_gauss_newton}

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dirprune.batches import Batch
 from dirprune.connect import BezierCurve, FitRecord, Plane, fit_curve
 from dirprune.lab import checkpoint, experiment, runs
 from dirprune.lab.connectivity_files import (
@@ -38,7 +39,7 @@ from dirprune.lab.files import write_json
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.tables import read_rows, write_rows
-from dirprune.landscape import Batch, Evaluator, Loaders, Place, profile_points
+from dirprune.landscape import Evaluator, Loaders, Place, profile_points
 from dirprune.weights import Weights, check_alike, flatten, put, take
 
 _SAME = ("data", "model", "statistics", "validation")  # in two recipes whose networks can be joined
