@@ -383,6 +383,40 @@ def test_a_weight_that_the_network_does_not_use_stays_on_the_line() -> None:
     assert curve.control_points()[1]["spare"].tolist() == [1.5] * 3
 
 
+def with_shared_layer(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 2))
+
+
+def test_a_shared_layer_is_fitted_and_measured_as_one() -> None:
+    """Against a loop in which the network is written out."""
+    start, end = take(with_shared_layer(1)), take(with_shared_layer(2))
+    loaders = SimpleNamespace(train=points_of(60, size=20), test=points_of(20, size=20))
+    model = with_shared_layer(3)
+    before = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+
+    def loss_at(w: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
+        hidden = nn.functional.linear(inputs, w["0.weight"], w["0.bias"])
+        hidden = nn.functional.linear(torch.tanh(hidden), w["0.weight"], w["0.bias"])
+        return nn.functional.cross_entropy(nn.functional.linear(hidden, w["3.weight"], w["3.bias"]), targets)
+
+    fitted, expected = BezierCurve(start, end), BezierCurve(start, end)
+    fit(model, fitted, loaders, epochs=1, seed=0, optimizer=torch.optim.SGD(fitted.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    torch.manual_seed(1)  # that of epoch 1
+    for inputs, targets in loaders.train:
+        t = torch.rand((), dtype=torch.float64).item()
+        optimizer.zero_grad()
+        loss_at(expected.point(t), inputs, targets).backward()
+        optimizer.step()
+    torch.testing.assert_close(fitted.bends[0], expected.bends[0])
+    middle = curve_profile(model, fitted, loaders, points=3).points[1]
+    measured = [loss_at(fitted.point(0.5), *batch).item() for batch in loaders.train]
+    assert middle.train_loss == pytest.approx(sum(measured) / 3)
+    assert [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)] == before
+
+
 class Nested(nn.Module):
     """`normalised` behind a nesting of inputs and outputs."""
 

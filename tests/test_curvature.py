@@ -229,6 +229,50 @@ def test_what_a_batch_writes_into_buffers_does_not_reach_the_next(compiled: bool
     torch.testing.assert_close(twice @ torch.ones(15), once @ torch.ones(15))
 
 
+class Tied(nn.Module):
+    """A layer that is registered twice, and a tensor that two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = self.first
+        self.third, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.third.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.third(torch.tanh(self.second(torch.tanh(self.first(x))))))
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_shared_layers_and_tied_weights(compiled: bool, kind: str, quick_compiler: list[Any]) -> None:
+    """Against the same function written out, whose Hessian torch.func computes."""
+    model, batches = Tied().double(), unequal_batches(4)
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    weights = take(model)
+    linear = nn.functional.linear
+
+    def outputs(w: Tensor) -> Tensor:
+        w1, b1, b3, w4, b4 = unflatten(w, weights).values()
+        hidden = torch.tanh(linear(torch.tanh(linear(inputs, w1, b1)), w1, b1))
+        return linear(linear(hidden, w1, b3), w4, b4)
+
+    if kind == "hessian":
+        expected = hessian(lambda w: nn.functional.cross_entropy(outputs(w), targets))(flatten(weights))
+    else:
+        jacobian = torch.func.jacrev(outputs)(flatten(weights))
+        p = outputs(flatten(weights)).softmax(1)
+        curved = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+        expected = torch.einsum("nci,ncd,ndj->ij", jacobian, curved, jacobian) / len(inputs)
+
+    before = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+    op = HessianOperator(model, nn.CrossEntropyLoss(), batches, kind=kind, compiled=compiled)
+    torch.testing.assert_close(dense(op), expected)
+    torch.testing.assert_close(op @ torch.ones(op.size).double(), expected.sum(1))
+    assert [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)] == before
+    assert len(quick_compiler) == compiled
+
+
 class Nested(nn.Module):
     """A network that takes and returns its tensors in a nesting."""
 

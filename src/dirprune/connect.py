@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -26,7 +25,7 @@ from dirprune.batches import Batch, Loss, mean_loss, moved, pairs
 from dirprune.batchnorm import lacks_variance
 from dirprune.graphs import Captured
 from dirprune.landscape import Evaluator, Loaders, Measurement, means, profile_points, tally
-from dirprune.weights import Weights, check_alike, flatten, unflatten
+from dirprune.weights import Weights, check_alike, flatten, stateless, unflatten
 
 
 class BezierCurve(nn.Module):
@@ -176,15 +175,13 @@ class _FitStep:
         compiled: bool,
     ) -> None:
         self._network = copy.deepcopy(model).train()  # the caller's model keeps its mode
+        self._outputs = stateless(self._network)
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._curve, self._optimizer, self._loss_fn = curve, optimizer, loss_fn
         self._autocast, self._channels_last = autocast, channels_last
         self._compiled = torch.compile(self._outputs, dynamic=False) if compiled else self._outputs
         self._device = curve.bends[0].device
         self._shapes: list[torch.Size] = []
-
-    def _outputs(self, state: Weights, inputs: Any) -> Any:
-        return functional_call(self._network, state, (inputs,))
 
     def reset(self) -> None:
         """Begin an epoch with the model's own buffers: nothing but curve and optimizer lives on from the last one."""

@@ -17,7 +17,7 @@ from dirprune.basis import fresh, inner, length, orthogonalise, rotate, unit_of
 from dirprune.batches import Loss, examples_in, moved, pairs, refuse_iterator
 from dirprune.modes import eval_mode
 from dirprune.products import Kind, forward_product, outputs_of, reverse_product
-from dirprune.weights import Weights, unflatten
+from dirprune.weights import Weights, stateless, unflatten
 
 Which = Literal["largest", "magnitude"]
 
@@ -115,6 +115,7 @@ class HessianOperator:
         self.names = list(chosen)
         self.size = sum(parameter.numel() for parameter in chosen.values())
         self.compiled, self.autocast = compiled, autocast
+        self._model_at = stateless(model)
         self._forward = forward_product(model, loss_fn, kind, autocast)
         self._fast = torch.compile(self._forward, dynamic=False) if compiled else self._forward
         self._tried = False
@@ -160,7 +161,7 @@ class HessianOperator:
         leaves = {name: weights[name].detach().requires_grad_() for name in self.names}
         # Copies, because a module may write to its buffers even in eval mode.
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
-        outputs = outputs_of(self.model, {**weights, **leaves, **copies}, batch.inputs, self.autocast)
+        outputs = outputs_of(self._model_at, {**weights, **leaves, **copies}, batch.inputs, self.autocast)
         product = reverse_product(self.kind, outputs, batch.targets, self.loss_fn, list(leaves.values()))
         return lambda vector: dict(zip(vector, product(list(vector.values())), strict=True))
 

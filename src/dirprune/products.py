@@ -7,35 +7,37 @@ computation of the gradient: a pure function of tensors, of which `torch.compile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vjp
+from torch.func import grad, jvp, vjp
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dirprune.batches import Loss, mean_loss
-from dirprune.weights import Weights
+from dirprune.weights import Weights, stateless
 
 Kind = Literal["hessian", "gauss-newton"]
+Network = Callable[[Mapping[str, Tensor], Any], Any]
+"""From (weights and buffers by name, inputs) to the outputs."""
 Pieces = Sequence[Tensor]
 ForwardProduct = Callable[[Weights, Weights, Weights, Any, Any], Weights]
 """From (all weights, a vector of some or all of them, buffers, inputs, targets) to the product, named as the vector."""
 
 
-def outputs_of(model: nn.Module, state: Weights, inputs: Any, autocast: torch.dtype | None) -> Any:
-    """Return the model's outputs at this state, brought back from a lower precision to that of the weights.
+def outputs_of(network: Network, state: Weights, inputs: Any, autocast: torch.dtype | None) -> Any:
+    """Return the network's outputs at this state, brought back from a lower precision to that of the weights.
 
     The forward pass alone runs under autocast: derivatives follow the types that they find. The state is cast too, as
     autocast does with convolutions' weights: where layers mix precisions, as BatchNorm does, tangents have no one type.
     """
     if autocast is None:
-        return functional_call(model, state, (inputs,))
+        return network(state, inputs)
     first = next(iter(state.values()))
     lower = {name: _cast(tensor, autocast) for name, tensor in state.items()}
     with torch.autocast(first.device.type, autocast):
-        outputs = functional_call(model, lower, (_cast(inputs, autocast),))
+        outputs = network(lower, _cast(inputs, autocast))
     return _cast(outputs, first.dtype)
 
 
@@ -61,13 +63,13 @@ def forward_product(model: nn.Module, loss_fn: Loss, kind: Kind, autocast: torch
     >>> product(w, v, {}, torch.tensor([[1.0, 2.0]]), torch.zeros(1, 1))                 # H = 2 x xᵀ
     {'weight': tensor([[2., 4.]])}
     """
-    rule = _FORWARD[kind]
+    rule, model_at = _FORWARD[kind], stateless(model)
 
     def product(weights: Weights, vector: Weights, buffers: Weights, inputs: Any, targets: Any) -> Weights:
         def network(w: Weights) -> Any:
             # Copies: a module may write to its buffers even in eval mode, and no transform lets it write to outer ones.
             copies = {name: buffer.clone() for name, buffer in buffers.items()}
-            return outputs_of(model, {**w, **copies}, inputs, autocast)
+            return outputs_of(model_at, {**w, **copies}, inputs, autocast)
 
         # Zeros for the rest: torch cannot compile the forward mode of a BatchNorm that has it in some arguments only.
         whole = {name: vector[name] if name in vector else torch.zeros_like(w) for name, w in weights.items()}
