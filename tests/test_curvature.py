@@ -273,6 +273,30 @@ def test_shared_layers_and_tied_weights(compiled: bool, kind: str, quick_compile
     assert len(quick_compiler) == compiled
 
 
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_weight_norms_have_the_derivative_of_their_gradient(dim: int | None) -> None:
+    """Against central differences of the gradient: torch's own second derivative of dim=0 is not even symmetric."""
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3), dim=dim)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(3, 3)).double()
+    batches, parameters = unequal_batches(4)[:1], list(model.parameters())
+
+    def gradient() -> Tensor:
+        loss = nn.functional.cross_entropy(model(batches[0][0]), batches[0][1])
+        return flatten(dict(enumerate(torch.autograd.grad(loss, parameters))))
+
+    columns, step = [], 1e-5
+    for parameter in parameters:
+        for entry in parameter.detach().view(-1):
+            sides = []
+            for change in (step, -2 * step):
+                entry += change
+                sides.append(gradient())
+            entry += step
+            columns.append((sides[0] - sides[1]) / (2 * step))
+    found = HessianOperator(model, nn.CrossEntropyLoss(), batches) @ torch.eye(len(columns)).double()
+    torch.testing.assert_close(found, torch.stack(columns, dim=1), rtol=1e-6, atol=1e-8)
+
+
 class Nested(nn.Module):
     """A network that takes and returns its tensors in a nesting."""
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dirprune.basis import fresh, inner, length, orthogonalise, rotate, unit_of
 from dirprune.batches import Loss, examples_in, moved, pairs, refuse_iterator
 from dirprune.modes import eval_mode
-from dirprune.products import Kind, forward_product, outputs_of, reverse_product
+from dirprune.products import Kind, PlainWeightNorm, forward_product, outputs_of, reverse_product
 from dirprune.weights import Weights, stateless, unflatten
 
 Which = Literal["largest", "magnitude"]
@@ -75,7 +75,7 @@ class HessianOperator:
     round to TF32 unless ``torch.backends.cudnn.allow_tf32`` is False, which bounds the residuals that can be reached.)
 
     Args:
-        model: any module; attention is evaluated by its plain formula, the only one that differentiates twice.
+        model: any module; attention and weight norms are evaluated by their plain formulas, which differentiate twice.
         loss_fn: ``loss_fn(model(inputs), targets)``, a mean over the examples of the batch.
         batches: pairs (inputs, targets), tensors in any nesting, that can be iterated again and again and always hold
             the same examples; the length of the targets is a batch's number of examples. Tensors are moved to the
@@ -161,7 +161,8 @@ class HessianOperator:
         leaves = {name: weights[name].detach().requires_grad_() for name in self.names}
         # Copies, because a module may write to its buffers even in eval mode.
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
-        outputs = outputs_of(self._model_at, {**weights, **leaves, **copies}, batch.inputs, self.autocast)
+        with PlainWeightNorm():
+            outputs = outputs_of(self._model_at, {**weights, **leaves, **copies}, batch.inputs, self.autocast)
         product = reverse_product(self.kind, outputs, batch.targets, self.loss_fn, list(leaves.values()))
         return lambda vector: dict(zip(vector, product(list(vector.values())), strict=True))
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dirprune.batches import Loss, mean_loss
@@ -46,6 +47,16 @@ def _cast(data: Any, dtype: torch.dtype) -> Any:
     return tree_map(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, data
     )
+
+
+class PlainWeightNorm(TorchFunctionMode):
+    """Evaluate weight norms as g · v/‖v‖: torch's fused op, differentiated twice, forgets that ‖v‖ depends on v."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch._weight_norm:
+            v, g, dim = args
+            return v * (g / torch.norm_except_dim(v, 2, dim))
+        return func(*args, **(kwargs or {}))
 
 
 def reverse_product(
