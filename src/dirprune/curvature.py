@@ -219,12 +219,16 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Eigenpairs:
-    """Eigenvalues [k], eigenvectors as columns [d, k], true residuals ‖Hv − λv‖ [k], and the products they took."""
+    """Eigenvalues [k], eigenvectors as columns [d, k], true residuals ‖Hv − λv‖ [k], and the products they took.
+
+    ``names`` are those of the parameters that the eigenvectors run over, in that order, where the operator has names.
+    """
 
     values: Tensor
     vectors: Tensor
     residuals: Tensor
     iterations: int
+    names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -257,7 +261,8 @@ class LanczosStep:
         values, turn = values.to(vectors), turn.to(vectors)
         vectors, products = vectors @ turn, products @ turn
         residuals = torch.linalg.vector_norm(products - vectors * values, dim=0)
-        return Eigenpairs(values * unit, vectors, residuals * unit, self.iterations)
+        names = getattr(op, "names", None)
+        return Eigenpairs(values * unit, vectors, residuals * unit, self.iterations, names and tuple(names))
 
 
 def top_eigenpairs(
