@@ -498,6 +498,10 @@ def test_bad_requests_are_refused_with_a_reason() -> None:
     model, batches, loss_fn = mlp(), unequal_batches(4), nn.CrossEntropyLoss()
     with pytest.raises(ValueError, match="not in this model"):
         HessianOperator(model, loss_fn, batches, parameters=["nothing"])
+    with pytest.raises(ValueError, match=r"parameters is the string '4\.bias'; give a list of names: \['4\.bias'\]"):
+        HessianOperator(model, loss_fn, batches, parameters="4.bias")
+    with pytest.raises(ValueError, match=r"parameters holds a Parameter; give names"):
+        HessianOperator(model, loss_fn, batches, parameters=[model[4].bias])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="no parameters"):
         HessianOperator(nn.ReLU(), loss_fn, batches)
     with pytest.raises(ValueError, match="iterator"):

@@ -64,6 +64,16 @@ def test_a_model_with_shared_parts_is_evaluated_elsewhere_and_left_as_it_was() -
         assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
 
 
+def test_buffers_are_no_weights() -> None:
+    model = Shared()
+    for name, weights in (
+        ("first.1.running_mean", dict(model.state_dict())),
+        ("second.0.weight", dict(model.named_parameters(remove_duplicate=False))),
+    ):
+        with pytest.raises(ValueError, match=rf"'{name}' in weights is a buffer .*give take\(model\) and not"):
+            put(model, weights)
+
+
 def test_what_does_not_fit_is_named() -> None:
     model = nn.Linear(3, 2)
     before = take(model)

@@ -9,6 +9,7 @@ Reference: Garipov et al., "Loss surfaces, mode connectivity, and fast ensemblin
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dirprune.batches import Batch, Loss, mean_loss, moved, pairs
+from dirprune.batches import Batch, Loss, mean_loss, moved, pairs, refuse_iterator
 from dirprune.batchnorm import lacks_variance
 from dirprune.graphs import Captured
 from dirprune.landscape import Evaluator, Loaders, Measurement, means, profile_points, tally
-from dirprune.weights import Weights, check_alike, flatten, stateless, unflatten
+from dirprune.weights import Weights, check_alike, check_fits, flatten, stateless, unflatten
 
 
 class BezierCurve(nn.Module):
@@ -60,6 +61,10 @@ class BezierCurve(nn.Module):
         # Flat vectors: a point of the curve is a few large operations, however many layers the network has. Endpoints
         # are checkpoints already, hence not persistent: the state of the curve is its bends.
         ends = _vector(start, self._like, "start", "start"), _vector(end, self._like, "start", "end")
+        for name in start:
+            first, last = (f"{point[name].dtype} on {point[name].device}" for point in (start, end))
+            if first != last:
+                raise ValueError(f"{name!r} is {first} in start and {last} in end; bring one to the other with .to")
         self.register_buffer("_ends", torch.stack(ends), persistent=False)
         self.bends = nn.ParameterList([torch.lerp(*ends, i / (bends + 1)) for i in range(1, bends + 1)])
 
@@ -138,6 +143,7 @@ def fit_curve(
     if epochs < 1:
         raise ValueError(f"epochs is {epochs}; a fit needs at least one")
     optimizer = _checked(model, curve, optimizer, capture)
+    refuse_iterator(loaders.train, "loaders.train")
     kind = _CapturedFitStep if capture else _FitStep
     step = kind(model, curve, optimizer, loss_fn, autocast, channels_last, compiled)
     device = curve.bends[0].device
@@ -146,7 +152,7 @@ def fit_curve(
         lr = _set_lr(optimizer, None if schedule is None else schedule(epoch))
         step.reset()
         totals = torch.zeros(3, dtype=torch.float64, device=device)
-        with _seeded(seed * 1_000_003 + epoch, device):
+        with _seeded(seed * 1_000_003 + epoch, device), torch.enable_grad():
             for inputs, targets in pairs(_minibatches(loaders.train, epoch), "loaders.train"):
                 t = torch.rand((), dtype=torch.float64, device="cpu").item()
                 totals += step(moved(inputs, device), moved(targets, device), t)
@@ -263,7 +269,7 @@ def _checked(
     model: nn.Module, curve: BezierCurve, optimizer: torch.optim.Optimizer | None, capture: bool
 ) -> torch.optim.Optimizer:
     """Return the optimizer, or the published one, of a curve that can be fitted; refuse the others."""
-    check_alike(dict(model.named_parameters()), curve.point(0), "the model", "the curve")
+    check_fits(model, curve.point(0), "the curve")
     if not curve.bends:
         raise ValueError("curve has bends=0 and nothing to fit; build it with bends=1 or more")
     if optimizer is None:
@@ -273,6 +279,10 @@ def _checked(
         optimizer = torch.optim.SGD(curve.parameters(), lr=lr, momentum=0.9, fused=replayed or None)
     if {id(p) for group in optimizer.param_groups for p in group["params"]} != {id(p) for p in curve.parameters()}:
         raise ValueError("optimizer trains other tensors than the curve's bends; build it over curve.parameters()")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        name = type(optimizer).__name__
+        raise ValueError(f"optimizer is {name}, whose step needs a closure; give one that does without, e.g. SGD, Adam")
     return optimizer
 
 
@@ -321,7 +331,7 @@ class CurveProfile:
 
 
 def curve_profile(
-    model: nn.Module, curve: BezierCurve, loaders: Loaders, *, points: int = 61, **options: Any
+    model: nn.Module, curve: BezierCurve, loaders: Loaders, points: int = 61, **options: Any
 ) -> CurveProfile:
     """Measure the curve at ``points`` equidistant t from 0 to 1, endpoints included. ``options`` are the `Evaluator`'s.
 
@@ -394,6 +404,10 @@ def plane_profile(
 def _vector(weights: Mapping[str, Tensor], like: Weights, like_is: str, weights_is: str) -> Tensor:
     """Return the weights as one vector in the order of ``like``, or refuse those of another network."""
     check_alike(like, weights, like_is, weights_is)
+    if other := next((name for name, tensor in weights.items() if not tensor.is_floating_point()), None):
+        raise ValueError(
+            f"{other!r} in {weights_is} is {weights[other].dtype} and no weight: give take(model) and not state_dict()"
+        )
     return flatten({name: weights[name] for name in like})
 
 

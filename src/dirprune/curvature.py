@@ -197,6 +197,13 @@ class HessianOperator:
 def _choose(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Parameter]:
     """Return the named parameters, in the model's order."""
     known = dict(model.named_parameters())
+    if isinstance(names, str):
+        raise ValueError(f"parameters is the string {names!r}; give a list of names: [{names!r}]")
+    names = None if names is None else list(names)
+    if others := [name for name in names or () if not isinstance(name, str)]:
+        raise ValueError(
+            f"parameters holds a {type(others[0]).__name__}; give names, those of model.named_parameters()"
+        )
     wanted = set(known if names is None else names)
     if unknown := wanted - known.keys():
         raise ValueError(f"parameters names {sorted(unknown)}, not in this model; it has {list(known)}")
@@ -339,7 +346,6 @@ def lanczos_steps(
     projected = torch.zeros(size, size, dtype=torch.float64)
     basis[0] = fresh(basis[:0], generator)
     count, scale, unit, alone = 0, 0.0, 0.0, True
-
     for iteration in range(1, max_iterations + 1):
         product = op @ basis[count]
         unit = unit or unit_of(product)  # what follows is of the operator divided by it

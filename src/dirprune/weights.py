@@ -24,9 +24,8 @@ def take(model: nn.Module) -> Weights:
 @torch.no_grad()
 def put(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy ``weights`` into the model's parameters, in place; nothing is written unless every tensor fits."""
-    parameters = dict(model.named_parameters())
-    check_alike(parameters, weights, "the model", "weights")
-    for name, parameter in parameters.items():
+    check_fits(model, weights, "weights")
+    for name, parameter in model.named_parameters():
         parameter.copy_(weights[name])
 
 
@@ -95,6 +94,18 @@ def combine(coefficients: Sequence[float], points: Sequence[Mapping[str, Tensor]
         name: sum((a * p[name] for a, p in zip(coefficients[1:], others, strict=True)), coefficients[0] * tensor)
         for name, tensor in first.items()
     }
+
+
+def check_fits(model: nn.Module, weights: Mapping[str, Tensor], weights_is: str) -> None:
+    """Raise a ValueError that names the first tensor in which the weights are not those of the model."""
+    parameters = dict(model.named_parameters())
+    others = [name for name in weights if name not in parameters]
+    if others and others[0] in model.state_dict():
+        raise ValueError(
+            f"{others[0]!r} in {weights_is} is a buffer of the model, or a second name of a weight: "
+            "give take(model) and not state_dict()"
+        )
+    check_alike(parameters, weights, "the model", weights_is)
 
 
 def check_alike(a: Mapping[str, Tensor], b: Mapping[str, Tensor], a_is: str, b_is: str) -> None:
