@@ -20,11 +20,12 @@ from types import SimpleNamespace
 
 import torch
 
+from dirprune.batches import Batch
 from dirprune.connect import BezierCurve, fit_curve
 from dirprune.lab.models import build
 from dirprune.lab.runs import environment
 from dirprune.lab.tables import merge_rows
-from dirprune.landscape import Batch, Evaluator, Loaders
+from dirprune.landscape import Evaluator, Loaders
 from dirprune.weights import Weights, take
 
 CLASSES = 10

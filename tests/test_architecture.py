@@ -13,11 +13,12 @@ MODULES = sorted(path.relative_to(SOURCE).with_suffix("") for path in SOURCE.rgl
 # What each module of the library may import of the library; a module that is not listed may import none of it.
 LIBRARY = {
     "optim": {"update", "_fused"},
-    "curvature": {"modes", "products", "weights"},
-    "products": {"weights"},
-    "direction": {"curvature", "weights"},
-    "landscape": {"batchnorm", "graphs", "weights"},
-    "connect": {"graphs", "landscape", "weights"},
+    "batchnorm": {"batches"},
+    "curvature": {"basis", "batches", "modes", "products", "weights"},
+    "products": {"batches", "weights"},
+    "direction": {"basis", "curvature", "weights"},
+    "landscape": {"batches", "batchnorm", "graphs", "weights"},
+    "connect": {"batches", "batchnorm", "graphs", "landscape", "weights"},
     "theory": {"curvature", "direction", "weights", "update"},
     "limit_law": {"theory"},
 }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dirprune.batchnorm import batchnorms, estimate_statistics
 
@@ -33,8 +37,9 @@ def test_many_samples_do_not_overflow_in_half_precision(dtype: torch.dtype) -> N
 def test_what_fails_leaves_everything_as_it_was() -> None:
     norm = nn.BatchNorm1d(3, momentum=None).eval()
     norm.running_mean.fill_(2.0)
-    for data, words in ((batches(4, 1), "more than 1 value"), ([], "no examples")):
-        with pytest.raises(ValueError, match=words):
+    wide = [*batches(4), (torch.zeros(4, 9), torch.zeros(4))]
+    for data, words in ((wide, "running_mean"), (batches(1, 1), "one alone a batch"), ([], "no examples")):
+        with pytest.raises((ValueError, RuntimeError), match=words):
             estimate_statistics([norm], data, lambda inputs, _: norm(inputs))
         assert norm.running_mean.tolist() == [2.0, 2.0, 2.0]
         assert norm.running_var.tolist() == [1.0, 1.0, 1.0]
@@ -44,3 +49,25 @@ def test_what_fails_leaves_everything_as_it_was() -> None:
 def test_layers_without_statistics_are_left_out() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False), nn.InstanceNorm1d(3))
     assert batchnorms(model) == [model[0]]
+
+
+def test_a_batch_of_one_example_has_no_variance_and_is_left_out() -> None:
+    norm, data = nn.BatchNorm1d(3), batches(4, 1, 7)
+    estimate_statistics([norm], data, lambda inputs, _: norm(inputs))
+    torch.testing.assert_close(norm.running_mean, torch.cat([data[0][0], data[2][0]]).mean(0))
+
+
+def test_one_image_has_a_variance_and_counts() -> None:
+    norm = nn.BatchNorm2d(3)
+    images = torch.randn(6, 3, 5, 5)
+    estimate_statistics([norm], [(images[:1], torch.zeros(1)), (images[1:], torch.zeros(5))], lambda x, _: norm(x))
+    torch.testing.assert_close(norm.running_mean, images.mean((0, 2, 3)))
+
+
+@pytest.mark.parametrize("wrap", [lambda x: (x, x, x), lambda x: {"x": x}], ids=["tuple", "dict"])
+def test_the_targets_tell_how_many_examples_there_are(wrap: Callable[[Tensor], Any]) -> None:
+    plain, norm, data = nn.BatchNorm1d(3), nn.BatchNorm1d(3), batches(4, 7, 12)
+    estimate_statistics([plain], data, lambda inputs, _: plain(inputs))
+    nested = [(wrap(inputs), {"y": targets}) for inputs, targets in data]
+    estimate_statistics([norm], nested, lambda inputs, _: norm(tree_leaves(inputs)[0]))
+    assert torch.equal(norm.running_mean, plain.running_mean)

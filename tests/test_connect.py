@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
 
+from dirprune.batches import Batch
 from dirprune.connect import BezierCurve, CurveProfile, FitRecord, Plane, curve_profile, fit_curve, plane_profile
-from dirprune.landscape import Batch, Evaluator, Loaders, Measurement, profile_points
+from dirprune.graphs import Captured
+from dirprune.landscape import Evaluator, Loaders, Measurement, profile_points
 from dirprune.weights import Weights, flatten, put, take
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -186,6 +188,8 @@ def test_bad_curves_are_refused_by_name() -> None:
         BezierCurve(take(normalised(0)), take(nn.Sequential(nn.Linear(4, 8))))
     with pytest.raises(ValueError, match="bends is -1"):
         BezierCurve(at(0, 0), at(1, 1), bends=-1)
+    with pytest.raises(ValueError, match=r"'w' is torch\.float32 on cpu in start and torch\.float64 on cpu in end"):
+        BezierCurve(at(0, 0), {"w": torch.zeros(2, dtype=torch.float64)})
     with pytest.raises(ValueError, match=r"t is 1\.5"):
         BezierCurve(at(0, 0), at(1, 1)).point(1.5)
 
@@ -379,6 +383,143 @@ def test_a_weight_that_the_network_does_not_use_stays_on_the_line() -> None:
     loaders = SimpleNamespace(train=[(torch.eye(2), torch.tensor([0, 1]))])
     assert len(list(fit_curve(Spare(), curve, loaders, epochs=1))) == 1
     assert curve.control_points()[1]["spare"].tolist() == [1.5] * 3
+
+
+def with_shared_layer(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 2))
+
+
+def test_a_shared_layer_is_fitted_and_measured_as_one() -> None:
+    """Against a loop in which the network is written out."""
+    start, end = take(with_shared_layer(1)), take(with_shared_layer(2))
+    loaders = SimpleNamespace(train=points_of(60, size=20), test=points_of(20, size=20))
+    model = with_shared_layer(3)
+    before = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+
+    def loss_at(w: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
+        hidden = nn.functional.linear(inputs, w["0.weight"], w["0.bias"])
+        hidden = nn.functional.linear(torch.tanh(hidden), w["0.weight"], w["0.bias"])
+        return nn.functional.cross_entropy(nn.functional.linear(hidden, w["3.weight"], w["3.bias"]), targets)
+
+    fitted, expected = BezierCurve(start, end), BezierCurve(start, end)
+    fit(model, fitted, loaders, epochs=1, seed=0, optimizer=torch.optim.SGD(fitted.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    torch.manual_seed(1)  # that of epoch 1
+    for inputs, targets in loaders.train:
+        t = torch.rand((), dtype=torch.float64).item()
+        optimizer.zero_grad()
+        loss_at(expected.point(t), inputs, targets).backward()
+        optimizer.step()
+    torch.testing.assert_close(fitted.bends[0], expected.bends[0])
+    middle = curve_profile(model, fitted, loaders, 3).points[1]
+    measured = [loss_at(fitted.point(0.5), *batch).item() for batch in loaders.train]
+    assert middle.train_loss == pytest.approx(sum(measured) / 3)
+    assert [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)] == before
+
+
+class Nested(nn.Module):
+    """`normalised` behind a nesting of inputs and outputs."""
+
+    def __init__(self, seed: int, key: Any, pack: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.body, self.key, self.pack = normalised(seed), key, pack
+
+    def forward(self, inputs: Any) -> Any:
+        return self.pack(self.body(inputs[self.key]))
+
+
+@pytest.mark.parametrize(
+    ("key", "pack"), [("x", lambda x: {"x": x, "n": 1}), (0, lambda x: (x, 1))], ids=["dict", "tuple"]
+)
+def test_inputs_outputs_and_targets_may_be_nested(key: Any, pack: Callable[[Any], Any]) -> None:
+    plain, loss_fn = points_of(50, size=20), nn.functional.cross_entropy
+    results = []
+    for nested in (False, True):
+        models = [Nested(seed, key, pack) if nested else normalised(seed) for seed in range(3)]
+        curve = BezierCurve(take(models[1]), take(models[2]))
+        batches = [(pack(inputs), {"y": targets}) for inputs, targets in plain] if nested else plain
+        loaders = SimpleNamespace(train=batches, test=batches)
+        loss = (lambda outputs, targets: loss_fn(outputs[key], targets["y"])) if nested else loss_fn
+        records = fit(models[0], curve, loaders, epochs=2, loss_fn=loss)
+        profile = curve_profile(models[0], curve, loaders, 3, loss_fn=loss)
+        results.append([r.loss for r in records] + [p.train_loss for p in profile.points])
+        assert all(math.isnan(p.train_error) == nested for p in profile.points)
+    assert results[1] == results[0]
+
+
+def test_whole_numbers_that_are_no_classes_have_no_error() -> None:
+    batches = [(torch.randn(4, 6), torch.randint(9, (4, 3)))]
+    loaders, ends = loaders_of(batches), [take(nn.Linear(6, 3)) for _ in range(2)]
+    options: dict[str, Any] = {"loss_fn": lambda outputs, targets: nn.functional.mse_loss(outputs, targets.float())}
+    (record,) = fit(nn.Linear(6, 3), BezierCurve(*ends), loaders, epochs=1, **options)
+    profile = curve_profile(nn.Linear(6, 3), BezierCurve(*ends), loaders, 2, **options)
+    assert math.isnan(record.accuracy)
+    assert all(math.isnan(point.test_error) and math.isfinite(point.test_loss) for point in profile.points)
+
+
+def test_a_single_example_is_left_out_of_the_statistics_and_refused_by_the_fit() -> None:
+    """The batch of one still counts in the loss."""
+    batches = points_of(41, size=20)
+    curve = BezierCurve(take(normalised(1)), take(normalised(2)))
+    point = curve_profile(normalised(0), curve, loaders_of(batches), 2).points[0]
+    network = normalised(1)
+    hidden = [network[0](inputs).detach() for inputs, _ in batches[:2]]
+    network[1].running_mean.copy_(torch.stack([h.mean(0) for h in hidden]).mean(0))
+    network[1].running_var.copy_(torch.stack([h.var(0) for h in hidden]).mean(0))
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    loss = nn.functional.cross_entropy(network.eval()(inputs), targets)
+    assert point.train_loss == pytest.approx(loss.item(), rel=1e-5)
+    with pytest.raises(ValueError, match=r"a batch of one example, .*drop_last=True"):
+        fit(normalised(0), curve, loaders_of(batches), epochs=1)
+
+
+def test_a_fit_makes_its_own_gradients() -> None:
+    loaders, bends = loaders_of(points_of(40, size=20)), []
+    for recording in (True, False):
+        with torch.set_grad_enabled(recording):
+            curve = BezierCurve(take(normalised(1)), take(normalised(2)))
+            for _ in fit_curve(normalised(0), curve, loaders, epochs=2):
+                assert torch.is_grad_enabled() == recording
+        bends.append(curve.bends[0])
+    assert torch.equal(*bends)
+
+
+def test_what_a_fit_cannot_use_is_refused_with_the_remedy() -> None:
+    model, loaders = normalised(0), loaders_of(points_of(20, size=20))
+    curve = BezierCurve(take(normalised(1)), take(normalised(2)))
+    with pytest.raises(ValueError, match="optimizer is LBFGS, whose step needs a closure"):
+        fit(model, curve, loaders, optimizer=torch.optim.LBFGS(curve.parameters()))
+    scheduled = torch.optim.SGD(curve.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)  # which wraps the optimizer's step
+    assert len(fit(model, curve, loaders, epochs=1, optimizer=scheduled)) == 1
+    with pytest.raises(ValueError, match=r"loaders\.train is an iterator, spent after one pass"):
+        fit(model, curve, SimpleNamespace(train=iter(loaders.train)))
+    with pytest.raises(ValueError, match=r"loaders\.train gave a tuple of 3; a batch must be a pair"):
+        fit(model, curve, SimpleNamespace(train=[(*loaders.train[0], 0)]))
+    with pytest.raises(ValueError, match=r"loaders\.test gave a tuple of 3; a batch must be a pair"):
+        curve_profile(model, curve, SimpleNamespace(train=loaders.train, test=[(*loaders.test[0], 0)]))
+    for measure in (fit, curve_profile):
+        with pytest.raises(ValueError, match=r"loss_fn returned a tensor of shape \(20,\)"):
+            measure(model, curve, loaders, loss_fn=functools.partial(nn.functional.cross_entropy, reduction="none"))
+
+
+def test_a_state_dict_is_not_weights() -> None:
+    states = [normalised(seed).state_dict() for seed in range(3)]
+    for build, name in ((lambda: BezierCurve(states[0], states[1]), "start"), (lambda: Plane(*states), "w0")):
+        with pytest.raises(ValueError, match=rf"'1\.num_batches_tracked' in {name} is torch\.int64 .*take\(model\)"):
+            build()
+    model, loaders = nn.Sequential(Growing(), nn.Linear(4, 2)), loaders_of(points_of(20, size=20))
+    curve = BezierCurve(model.state_dict(), model.state_dict())
+    for use in (fit, curve_profile):
+        with pytest.raises(ValueError, match=r"'0\.scale' in .* is a buffer of the model, .*take\(model\)"):
+            use(model, curve, loaders)
+
+
+def test_a_graph_is_recorded_for_tensors() -> None:
+    with pytest.raises(ValueError, match=r"inputs is a dict and targets a Tensor; .*capture=False"):
+        Captured(lambda inputs, targets: targets)({"x": torch.ones(1)}, torch.ones(1))  # type: ignore[arg-type]
 
 
 if torch.cuda.is_available():

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from dirprune.connect import FitRecord
@@ -318,6 +319,44 @@ def test_runs_that_do_not_belong_together_are_refused(
     with pytest.raises(ValueError, match=rf"grda has {name}=.* and .*stranger has {name}={other!r}"):
         start(pair[0], stranger, tmp_path / "job")
     assert not (tmp_path / "job").exists()
+
+
+class Tied(nn.Module):
+    """A layer that is registered twice, a tensor that two layers share, and BatchNorm between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.again = self.first
+        self.norm, self.last = nn.BatchNorm1d(64), nn.Linear(64, 64)
+        self.last.weight = self.first.weight
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.again(torch.relu(self.norm(self.first(images.flatten(1)))))
+        return self.last(hidden)[:, :10]
+
+
+def test_networks_with_shared_weights_are_joined(tmp_path: Path) -> None:
+    own = {"model": "test_connectivity:Tied", "optimizer": "sgd"}
+    a, b = (trained(tmp_path / str(seed), **own, seed=seed) for seed in range(2))
+    for _ in connect(a, b, tmp_path / "job", SMALL, device=CPU):
+        pass
+    network = Tied().eval()
+    network.load_state_dict(runs.weights_of(runs.load(a))[1])
+    test = data.load("digits", batch_size=512, seed=0).test
+    losses = [(len(y), torch.nn.functional.cross_entropy(network(x), y).item()) for x, y in test]
+    own_loss = sum(n * loss for n, loss in losses) / sum(n for n, _ in losses)
+    first = next(row for row in table(tmp_path / "job" / "profile.csv") if row["path"] == "curve")
+    # The statistics are those of all the training data here, and an average over the last steps there.
+    assert float(first["test_loss"]) == pytest.approx(own_loss, rel=0.2)
+
+
+def test_a_state_with_a_name_too_many_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    other = with_recipe(pair[1], tmp_path / "other")
+    state = runs.weights_of(runs.load(other))[1]
+    checkpoint.save(other / "checkpoints", 3, {"model": {**state, "fc3.weight": torch.zeros(1)}})
+    with pytest.raises(ValueError, match=r"'fc3\.weight' is in .*other but not in the network 'small'"):
+        start(pair[0], other, tmp_path / "job")
 
 
 def test_networks_of_another_architecture_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

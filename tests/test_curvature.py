@@ -17,12 +17,12 @@ from torch.func import functional_call, hessian
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
+from dirprune.basis import inner
 from dirprune.curvature import (
     HessianOperator,
     MatrixOperator,
     dense,
     hessian_diagonal,
-    inner,
     lanczos_steps,
     top_eigenpairs,
 )
@@ -229,6 +229,122 @@ def test_what_a_batch_writes_into_buffers_does_not_reach_the_next(compiled: bool
     torch.testing.assert_close(twice @ torch.ones(15), once @ torch.ones(15))
 
 
+class Tied(nn.Module):
+    """A layer that is registered twice, and a tensor that two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = self.first
+        self.third, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.third.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.third(torch.tanh(self.second(torch.tanh(self.first(x))))))
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_shared_layers_and_tied_weights(compiled: bool, kind: str, quick_compiler: list[Any]) -> None:
+    """Against the same function written out, whose Hessian torch.func computes."""
+    model, batches = Tied().double(), unequal_batches(4)
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    weights = take(model)
+    linear = nn.functional.linear
+
+    def outputs(w: Tensor) -> Tensor:
+        w1, b1, b3, w4, b4 = unflatten(w, weights).values()
+        hidden = torch.tanh(linear(torch.tanh(linear(inputs, w1, b1)), w1, b1))
+        return linear(linear(hidden, w1, b3), w4, b4)
+
+    if kind == "hessian":
+        expected = hessian(lambda w: nn.functional.cross_entropy(outputs(w), targets))(flatten(weights))
+    else:
+        jacobian = torch.func.jacrev(outputs)(flatten(weights))
+        p = outputs(flatten(weights)).softmax(1)
+        curved = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+        expected = torch.einsum("nci,ncd,ndj->ij", jacobian, curved, jacobian) / len(inputs)
+
+    before = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+    op = HessianOperator(model, nn.CrossEntropyLoss(), batches, kind=kind, compiled=compiled)
+    torch.testing.assert_close(dense(op), expected)
+    torch.testing.assert_close(op @ torch.ones(op.size).double(), expected.sum(1))
+    assert [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)] == before
+    assert len(quick_compiler) == compiled
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_weight_norms_have_the_derivative_of_their_gradient(dim: int | None) -> None:
+    """Against central differences of the gradient: torch's own second derivative of dim=0 is not even symmetric."""
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3), dim=dim)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(3, 3)).double()
+    batches, parameters = unequal_batches(4)[:1], list(model.parameters())
+
+    def gradient() -> Tensor:
+        loss = nn.functional.cross_entropy(model(batches[0][0]), batches[0][1])
+        return flatten(dict(enumerate(torch.autograd.grad(loss, parameters))))
+
+    columns, step = [], 1e-5
+    for parameter in parameters:
+        for entry in parameter.detach().view(-1):
+            sides = []
+            for change in (step, -2 * step):
+                entry += change
+                sides.append(gradient())
+            entry += step
+            columns.append((sides[0] - sides[1]) / (2 * step))
+    found = HessianOperator(model, nn.CrossEntropyLoss(), batches) @ torch.eye(len(columns)).double()
+    torch.testing.assert_close(found, torch.stack(columns, dim=1), rtol=1e-6, atol=1e-8)
+
+
+class Nested(nn.Module):
+    """A network that takes and returns its tensors in a nesting."""
+
+    def __init__(self, model: nn.Module, unpack: Callable[[Any], Tensor], pack: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.model, self.unpack, self.pack = model, unpack, pack
+
+    def forward(self, inputs: Any) -> Any:
+        return self.pack(self.model(self.unpack(inputs)))
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_inputs_outputs_and_targets_may_be_nested(form: str, kind: str) -> None:
+    key: Any = "x" if form == "dict" else 0
+
+    def wrapped(x: Any) -> Any:
+        return {"x": x} if form == "dict" else (x, x)
+
+    model, batches, loss_fn = mlp(), unequal_batches(4), nn.CrossEntropyLoss()
+    nested = Nested(model, lambda inputs: inputs[key], lambda z: {"x": z, "n": 3} if form == "dict" else (z, z.sum()))
+    op = HessianOperator(
+        nested, lambda z, y: loss_fn(z[key], y[key]), [(wrapped(x), wrapped(y)) for x, y in batches], kind=kind
+    )
+    torch.testing.assert_close(dense(op), dense(HessianOperator(model, loss_fn, batches, kind=kind)))
+
+
+def test_gauss_newton_needs_outputs_that_it_can_see() -> None:
+    model = Nested(mlp(), lambda inputs: inputs, lambda z: iter([z]))
+    op = HessianOperator(model, lambda z, y: next(z).sum(), unequal_batches(4), kind="gauss-newton")
+    with pytest.raises(ValueError, match=r"gauss-newton.*list_iterator in which there are no tensors"):
+        op @ torch.ones(op.size, dtype=torch.float64)
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_of_several_numbers_is_refused(compiled: bool, kind: str) -> None:
+    ones = torch.ones(53, dtype=torch.float64)
+    for loss_fn, words in (
+        (nn.CrossEntropyLoss(reduction="none"), r"a tensor of shape \(7,\); .*reduction='none'"),
+        (lambda z, y: 1.0, "a float; it must return a tensor of one number"),
+    ):
+        op = HessianOperator(mlp(), loss_fn, unequal_batches(4), kind=kind, compiled=compiled)
+        with pytest.raises(ValueError, match=f"loss_fn returned {words}"):
+            op @ ones
+
+
 def test_autocast_is_a_dtype() -> None:
     with pytest.raises(ValueError, match="autocast='bfloat16' is not a dtype"):
         HessianOperator(mlp(), nn.CrossEntropyLoss(), [], autocast="bfloat16")  # type: ignore[arg-type]
@@ -382,6 +498,10 @@ def test_bad_requests_are_refused_with_a_reason() -> None:
     model, batches, loss_fn = mlp(), unequal_batches(4), nn.CrossEntropyLoss()
     with pytest.raises(ValueError, match="not in this model"):
         HessianOperator(model, loss_fn, batches, parameters=["nothing"])
+    with pytest.raises(ValueError, match=r"parameters is the string '4\.bias'; give a list of names: \['4\.bias'\]"):
+        HessianOperator(model, loss_fn, batches, parameters="4.bias")
+    with pytest.raises(ValueError, match=r"parameters holds a Parameter; give names"):
+        HessianOperator(model, loss_fn, batches, parameters=[model[4].bias])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="no parameters"):
         HessianOperator(nn.ReLU(), loss_fn, batches)
     with pytest.raises(ValueError, match="iterator"):
@@ -391,14 +511,24 @@ def test_bad_requests_are_refused_with_a_reason() -> None:
     with pytest.raises(ValueError, match="differ in dtype"):
         HessianOperator(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), loss_fn, batches)
     op = HessianOperator(model, loss_fn, batches)
+    ones = torch.ones(op.size, dtype=torch.float64)
     with pytest.raises(ValueError, match="shape"):
         op @ torch.ones(op.size + 1, dtype=torch.float64)
     with pytest.raises(ValueError, match="float32"):
         op @ torch.ones(op.size)
     with pytest.raises(ValueError, match="no examples"):
         HessianOperator(model, loss_fn, []) @ torch.ones(op.size, dtype=torch.float64)
+    for bad, words in (
+        ((*batches[0], 0), "a tuple of 3"),
+        (dict(enumerate(batches[0])), "a dict of 2"),
+        (ones, "a Tensor"),
+    ):
+        with pytest.raises(ValueError, match=rf"batches gave {words}; a batch must be a pair \(inputs, targets\)"):
+            HessianOperator(model, loss_fn, [bad]) @ ones
     with pytest.raises(ValueError, match="square"):
         MatrixOperator(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="square"):
+        top_eigenpairs(torch.ones(2, 3), 1)
 
 
 def with_spectrum(values: Tensor, seed: int = 0) -> tuple[MatrixOperator, Tensor]:
@@ -490,6 +620,19 @@ def test_single_precision_keeps_an_orthonormal_basis_through_restarts() -> None:
     assert pairs.vectors.dtype == torch.float32
     torch.testing.assert_close(pairs.vectors.T @ pairs.vectors, torch.eye(6), rtol=0, atol=1e-5)
     assert (pairs.residuals < 9e-5).all()
+
+
+@pytest.mark.parametrize("power", [-100, -75, 75, 100])
+def test_very_small_and_very_large_hessians_keep_their_digits(power: int) -> None:
+    """A power of two rounds nothing, so that all is the same but for that factor; squares would leave float32."""
+    matrix = with_spectrum(torch.cat([LEADING, BULK]))[0].matrix.float()
+    expected = top_eigenpairs(MatrixOperator(matrix), 4, basis_size=10)
+    pairs = top_eigenpairs(MatrixOperator(matrix * 2.0**power), 4, basis_size=10)
+    assert torch.equal(pairs.values, expected.values * 2.0**power)
+    assert torch.equal(pairs.residuals, expected.residuals * 2.0**power)
+    assert torch.equal(pairs.vectors, expected.vectors)
+    assert pairs.iterations == expected.iterations
+    torch.testing.assert_close(expected.values, torch.tensor([5.0, 4.001, 4.0, 3.0]), rtol=1e-4, atol=0)
 
 
 def test_long_vectors_keep_their_digits_in_single_precision() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dirprune.curvature import HessianOperator, MatrixOperator
+from dirprune.curvature import Eigenpairs, HessianOperator, MatrixOperator, top_eigenpairs
 from dirprune.direction import (
     directional_path,
     directional_prune,
@@ -198,3 +198,64 @@ def test_weights_and_score_are_paired_by_name() -> None:
 def test_eigenvectors_that_are_not_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="orthonormal"):
         directional_score(torch.ones(3), torch.full((3, 1), math.nan))
+
+
+def test_eigenpairs_find_the_weights_by_name_whatever_their_order() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+    op = HessianOperator(model, nn.MSELoss(), [(torch.randn(9, 3).double(), torch.randn(9, 2).double())])
+    pairs = top_eigenpairs(op, 3)
+    assert pairs.names == tuple(op.names)
+    weights = take(model)
+    expected = directional_score(flatten(weights), pairs.vectors)
+    turned = dict(reversed(weights.items()))
+    score = directional_score(turned, pairs)
+    assert list(score) == list(turned)
+    torch.testing.assert_close(flatten({name: score[name] for name in weights}), expected)
+    assert eigenspace_share(turned, pairs) == eigenspace_share(flatten(weights), pairs)
+
+    part = top_eigenpairs(HessianOperator(model, nn.MSELoss(), op.batches, parameters=["2.weight", "0.bias"]), 2)
+    chosen = {name: weights[name] for name in ("2.weight", "0.bias")}
+    torch.testing.assert_close(
+        directional_score(chosen, part)["2.weight"].reshape(-1),
+        directional_score(flatten(dict(reversed(chosen.items()))), part.vectors)[2:],
+    )
+    with pytest.raises(ValueError, match=r"'0\.weight' is in w alone; .*eigenvectors\.names"):
+        directional_score(weights, part)
+    with pytest.raises(ValueError, match=r"'2\.weight' is in the eigenvectors alone"):
+        directional_score({"0.bias": weights["0.bias"]}, part)
+
+
+def test_a_symmetric_matrix_is_an_operator() -> None:
+    matrix = torch.diag(torch.tensor([0.0, 3.0, -2.0]))
+    assert torch.equal(null_projection(matrix), null_projection(MatrixOperator(matrix)))
+    assert top_eigenpairs(matrix, 1).names is None
+
+
+def test_what_does_not_go_together_is_refused_with_the_remedy(weights: Weights) -> None:
+    w, q = flatten(weights), orthonormal(23, 2)
+    with pytest.raises(
+        ValueError, match=r"eigenvectors is torch\.float32 on cpu and w torch\.float64 .*\.to\(torch\.float64"
+    ):
+        directional_score(w, q.float())
+    with pytest.raises(ValueError, match=r"eigenvectors is torch\.float64 on cpu and difference torch\.float32"):
+        eigenspace_share(w.float(), q)
+    for function in (directional_prune, lam_for_sparsity):
+        with pytest.raises(ValueError, match="w is flat and score by name; give both"):
+            function(w, weights, 0.1)
+        with pytest.raises(ValueError, match="w is by name and score flat; give both"):
+            function(weights, w, 0.1)
+        with pytest.raises(ValueError, match="one score a weight"):
+            function(w, w[:4], 0.1)
+
+
+def test_results_do_not_carry_the_graph_of_the_weights(weights: Weights) -> None:
+    q = orthonormal(23, 2)
+    trained = {name: nn.Parameter(tensor) for name, tensor in weights.items()}
+    flat = nn.Parameter(flatten(weights))
+    for w in (trained, flat):
+        score = directional_score(w, Eigenpairs(torch.ones(2), q, torch.zeros(2), 1))
+        pruned = directional_prune(w, score, 0.1)
+        for result in (score, pruned):
+            tensors = result.values() if isinstance(result, dict) else [result]
+            assert not any(tensor.requires_grad for tensor in tensors)
+            assert all(type(tensor) is Tensor for tensor in tensors)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dirprune.weights import combine, flatten, put, take, unflatten
+from dirprune.weights import combine, flatten, put, stateless, take, unflatten
 
 
 def test_take_and_put_round_trip_without_sharing_memory() -> None:
@@ -31,6 +33,45 @@ def test_combine_is_linear() -> None:
     mixed = combine([0.25, -1.0, 2.0], [a, b, c])
     for name in a:
         torch.testing.assert_close(mixed[name], 0.25 * a[name] - b[name] + 2 * c[name])
+
+
+class Shared(nn.Module):
+    """One layer and one BatchNorm registered twice, and a tensor that two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.second = self.first
+        self.last = nn.Linear(3, 3)
+        self.last.weight = self.first[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(torch.tanh(self.first(x))))
+
+
+def test_a_model_with_shared_parts_is_evaluated_elsewhere_and_left_as_it_was() -> None:
+    model, inputs = Shared().eval(), torch.randn(5, 3)
+    state = {name: torch.rand_like(t) for name, t in [*model.named_parameters(), *model.named_buffers()] if t.ndim}
+    expected = copy.deepcopy(model)
+    expected.load_state_dict(state, strict=False)
+    before = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+    values = copy.deepcopy(model.state_dict())
+    call = stateless(model)
+    for _ in range(2):
+        torch.testing.assert_close(call(state, inputs), expected(inputs))
+        assert [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)] == before
+        assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+        assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
+
+
+def test_buffers_are_no_weights() -> None:
+    model = Shared()
+    for name, weights in (
+        ("first.1.running_mean", dict(model.state_dict())),
+        ("second.0.weight", dict(model.named_parameters(remove_duplicate=False))),
+    ):
+        with pytest.raises(ValueError, match=rf"'{name}' in weights is a buffer .*give take\(model\) and not"):
+            put(model, weights)
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dirprune.connect import BezierCurve, Plane, curve_profile, fit_curve, plane_profile
     from dirprune.curvature import Eigenpairs, HessianOperator, top_eigenpairs
-    from dirprune.direction import directional_prune, directional_score
+    from dirprune.direction import (
+        directional_path,
+        directional_prune,
+        directional_score,
+        lam_for_sparsity,
+        null_projection,
+    )
     from dirprune.groups import prunable_groups
     from dirprune.optim import GRDA
     from dirprune.zeros import SparsityReport, sparsity
@@ -20,9 +26,12 @@ __all__ = [
     "Plane",
     "SparsityReport",
     "curve_profile",
+    "directional_path",
     "directional_prune",
     "directional_score",
     "fit_curve",
+    "lam_for_sparsity",
+    "null_projection",
     "plane_profile",
     "prunable_groups",
     "sparsity",
@@ -35,7 +44,13 @@ _HOMES = {
     "groups": ("prunable_groups",),
     "zeros": ("SparsityReport", "sparsity"),
     "curvature": ("Eigenpairs", "HessianOperator", "top_eigenpairs"),
-    "direction": ("directional_prune", "directional_score"),
+    "direction": (
+        "directional_path",
+        "directional_prune",
+        "directional_score",
+        "lam_for_sparsity",
+        "null_projection",
+    ),
     "connect": ("BezierCurve", "Plane", "curve_profile", "fit_curve", "plane_profile"),
 }
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from dirprune.batches import Batch, examples_in, pairs
 
 
 def batchnorms(model: nn.Module) -> list[_BatchNorm]:
@@ -14,19 +17,25 @@ def batchnorms(model: nn.Module) -> list[_BatchNorm]:
     return [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
 
 
+def lacks_variance(error: ValueError) -> bool:
+    """Tell whether this is BatchNorm's refusal to train on a single value a channel, as of a batch of one example."""
+    return "more than 1 value per channel" in str(error)
+
+
 @torch.no_grad()
 def estimate_statistics(
     norms: Sequence[_BatchNorm],
-    batches: Iterable[tuple[Tensor, Tensor]],
-    forward: Callable[[Tensor, Tensor], object],
+    batches: Iterable[Batch],
+    forward: Callable[[Any, Any], object],
 ) -> None:
     """Replace running statistics by mean and variance of each batch, averaged over the samples.
 
-    Of a layer that a pass uses more than once the last use counts. If a pass fails, the statistics stay as they were.
+    Of a layer that a pass uses more than once the last use counts. A batch of one example, of which a layer gets one
+    value a channel, has no variance and is left out. If a pass fails, the statistics stay as they were.
 
     Args:
         norms: from `batchnorms`; the mode of everything else is the caller's.
-        batches: pairs (inputs, targets).
+        batches: pairs (inputs, targets); the targets tell the number of samples.
         forward: ``forward(inputs, targets)`` passes a batch through the network.
 
     >>> norm = nn.BatchNorm1d(1).eval()
@@ -43,12 +52,21 @@ def estimate_statistics(
         for norm in norms:
             norm.reset_running_stats()  # a nan would stay: 0 · nan = nan
             norm.momentum, norm.training = 1.0, True  # a pass leaves its batch's statistics alone in the buffers
-        for inputs, targets in batches:
-            forward(inputs, targets)
-            torch._foreach_add_(sums, statistics, alpha=len(inputs))
-            seen += len(inputs)
+        for inputs, targets in pairs(batches, "batches"):
+            try:
+                forward(inputs, targets)
+            except ValueError as error:
+                if not lacks_variance(error):
+                    raise
+                continue
+            samples = examples_in(targets)
+            torch._foreach_add_(sums, statistics, alpha=samples)
+            seen += samples
         if not seen:
-            raise ValueError("batches holds no examples, so there is nothing to estimate statistics from")
+            raise ValueError(
+                "batches holds no examples, or one alone a batch, so there is nothing to estimate statistics from; "
+                "give larger batches"
+            )
         result = list(torch._foreach_div(sums, seen))
     finally:
         torch._foreach_copy_(statistics, result)

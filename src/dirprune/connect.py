@@ -9,6 +9,7 @@ Reference: Garipov et al., "Loss surfaces, mode connectivity, and fast ensemblin
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_leaves, tree_map
 
+from dirprune.batches import Batch, Loss, mean_loss, moved, pairs, refuse_iterator
+from dirprune.batchnorm import lacks_variance
 from dirprune.graphs import Captured
-from dirprune.landscape import Batch, Evaluator, Loaders, LossFn, Measurement, means, profile_points, tally
-from dirprune.weights import Weights, check_alike, flatten, unflatten
+from dirprune.landscape import Evaluator, Loaders, Measurement, means, profile_points, tally
+from dirprune.weights import Weights, check_alike, check_fits, flatten, stateless, unflatten
 
 
 class BezierCurve(nn.Module):
@@ -58,6 +61,10 @@ class BezierCurve(nn.Module):
         # Flat vectors: a point of the curve is a few large operations, however many layers the network has. Endpoints
         # are checkpoints already, hence not persistent: the state of the curve is its bends.
         ends = _vector(start, self._like, "start", "start"), _vector(end, self._like, "start", "end")
+        for name in start:
+            first, last = (f"{point[name].dtype} on {point[name].device}" for point in (start, end))
+            if first != last:
+                raise ValueError(f"{name!r} is {first} in start and {last} in end; bring one to the other with .to")
         self.register_buffer("_ends", torch.stack(ends), persistent=False)
         self.bends = nn.ParameterList([torch.lerp(*ends, i / (bends + 1)) for i in range(1, bends + 1)])
 
@@ -100,7 +107,7 @@ def fit_curve(
     first_epoch: int = 1,
     optimizer: torch.optim.Optimizer | None = None,
     schedule: Callable[[int], float] | None = None,
-    loss_fn: LossFn = cross_entropy,
+    loss_fn: Loss = cross_entropy,
     seed: int = 0,
     autocast: torch.dtype | None = None,
     channels_last: bool = False,
@@ -114,7 +121,8 @@ def fit_curve(
 
     Args:
         loaders: ``loaders.train.epoch(e)`` gives the minibatches of epoch e = first_epoch … epochs; a DataLoader, or
-            whatever else has no ``epoch``, is iterated anew for each.
+            whatever else has no ``epoch``, is iterated anew for each. Inputs, targets and outputs may be tensors in
+            any nesting, and are moved to the curve's device.
         optimizer: one over ``curve.parameters()``; by default SGD with lr .1 and momentum .9, as published for VGG16.
         schedule: the learning rate of epoch e; by default the optimizer's own.
         loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch.
@@ -135,17 +143,19 @@ def fit_curve(
     if epochs < 1:
         raise ValueError(f"epochs is {epochs}; a fit needs at least one")
     optimizer = _checked(model, curve, optimizer, capture)
+    refuse_iterator(loaders.train, "loaders.train")
     kind = _CapturedFitStep if capture else _FitStep
     step = kind(model, curve, optimizer, loss_fn, autocast, channels_last, compiled)
+    device = curve.bends[0].device
     for epoch in range(first_epoch, epochs + 1):
         began = time.perf_counter()
         lr = _set_lr(optimizer, None if schedule is None else schedule(epoch))
         step.reset()
-        totals = torch.zeros(3, dtype=torch.float64, device=curve.bends[0].device)
-        with _seeded(seed * 1_000_003 + epoch, curve.bends[0].device):
-            for inputs, targets in _minibatches(loaders.train, epoch):
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        with _seeded(seed * 1_000_003 + epoch, device), torch.enable_grad():
+            for inputs, targets in pairs(_minibatches(loaders.train, epoch), "loaders.train"):
                 t = torch.rand((), dtype=torch.float64, device="cpu").item()
-                totals += step(inputs, targets, t)
+                totals += step(moved(inputs, device), moved(targets, device), t)
         loss, error = means(totals, "loaders.train.epoch")
         if not (math.isfinite(loss) and all(bend.isfinite().all() for bend in curve.bends)):
             raise FloatingPointError(f"the fit diverged in epoch {epoch} (mean loss {loss}, lr {lr:g}); lower lr")
@@ -165,43 +175,44 @@ class _FitStep:
         model: nn.Module,
         curve: BezierCurve,
         optimizer: torch.optim.Optimizer,
-        loss_fn: LossFn,
+        loss_fn: Loss,
         autocast: torch.dtype | None,
         channels_last: bool,
         compiled: bool,
     ) -> None:
         self._network = copy.deepcopy(model).train()  # the caller's model keeps its mode
+        self._outputs = stateless(self._network)
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._curve, self._optimizer, self._loss_fn = curve, optimizer, loss_fn
         self._autocast, self._channels_last = autocast, channels_last
         self._compiled = torch.compile(self._outputs, dynamic=False) if compiled else self._outputs
-        self._shape: torch.Size | None = None
-
-    def _outputs(self, state: Weights, inputs: Tensor) -> Tensor:
-        outputs: Tensor = functional_call(self._network, state, (inputs,))
-        return outputs
+        self._device = curve.bends[0].device
+        self._shapes: list[torch.Size] = []
 
     def reset(self) -> None:
         """Begin an epoch with the model's own buffers: nothing but curve and optimizer lives on from the last one."""
         for name, buffer in self._network.named_buffers():
             self._buffers[name].copy_(buffer)
 
-    def __call__(self, inputs: Tensor, targets: Tensor, t: float | Tensor) -> Tensor:
-        if self._channels_last and inputs.dim() == 4:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        self._shape = self._shape or inputs.shape
-        forward = self._compiled if inputs.shape == self._shape else self._outputs  # a short last batch is not worth it
+    def __call__(self, inputs: Any, targets: Any, t: float | Tensor) -> Tensor:
+        if self._channels_last:
+            inputs = tree_map(_channels_last, inputs)
+        shapes = [leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        self._shapes = self._shapes or shapes
+        forward = self._compiled if shapes == self._shapes else self._outputs  # a short last batch is not worth it
         weights = self._curve.point(t)
         leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}  # as torch.compile likes
         lower = self._autocast is not None
-        with torch.autocast(inputs.device.type, dtype=self._autocast, enabled=lower, cache_enabled=False):
-            outputs = forward({**leaves, **self._buffers}, inputs)
-            loss = self._loss_fn(outputs, targets)
+        with torch.autocast(self._device.type, dtype=self._autocast, enabled=lower, cache_enabled=False):
+            with _variance_asked_for():
+                outputs = forward({**leaves, **self._buffers}, inputs)
+            loss = mean_loss(self._loss_fn, outputs, targets)
         gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
         self._optimizer.zero_grad()
         torch.autograd.backward(list(weights.values()), gradients)  # on to the bends
         self._optimizer.step()
-        return tally(outputs.detach(), targets, loss.detach())
+        with torch.no_grad():
+            return tally(outputs, targets, loss)
 
 
 class _CapturedFitStep(_FitStep):
@@ -230,17 +241,35 @@ class _CapturedFitStep(_FitStep):
             changes=[*curve.bends, *momenta, *self._buffers.values()],
         )
 
-    def __call__(self, inputs: Tensor, targets: Tensor, t: float | Tensor) -> Tensor:
+    def __call__(self, inputs: Any, targets: Any, t: float | Tensor) -> Tensor:
         self._t.fill_(t)
-        with torch.cuda.device_of(inputs):  # type: ignore[no-untyped-call]
-            return self._replay(inputs, targets)
+        return self._replay(inputs, targets)
+
+
+def _channels_last(leaf: Any) -> Any:
+    images = isinstance(leaf, Tensor) and leaf.dim() == 4
+    return leaf.contiguous(memory_format=torch.channels_last) if images else leaf
+
+
+@contextmanager
+def _variance_asked_for() -> Iterator[None]:
+    """Say what to do about a batch that a BatchNorm cannot be trained on."""
+    try:
+        yield
+    except ValueError as error:
+        if not lacks_variance(error):
+            raise
+        raise ValueError(
+            "loaders.train gave a batch of one example, of which BatchNorm has no variance; leave it out, e.g. with "
+            "DataLoader(…, drop_last=True)"
+        ) from error
 
 
 def _checked(
     model: nn.Module, curve: BezierCurve, optimizer: torch.optim.Optimizer | None, capture: bool
 ) -> torch.optim.Optimizer:
     """Return the optimizer, or the published one, of a curve that can be fitted; refuse the others."""
-    check_alike(dict(model.named_parameters()), curve.point(0), "the model", "the curve")
+    check_fits(model, curve.point(0), "the curve")
     if not curve.bends:
         raise ValueError("curve has bends=0 and nothing to fit; build it with bends=1 or more")
     if optimizer is None:
@@ -250,6 +279,10 @@ def _checked(
         optimizer = torch.optim.SGD(curve.parameters(), lr=lr, momentum=0.9, fused=replayed or None)
     if {id(p) for group in optimizer.param_groups for p in group["params"]} != {id(p) for p in curve.parameters()}:
         raise ValueError("optimizer trains other tensors than the curve's bends; build it over curve.parameters()")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        name = type(optimizer).__name__
+        raise ValueError(f"optimizer is {name}, whose step needs a closure; give one that does without, e.g. SGD, Adam")
     return optimizer
 
 
@@ -298,7 +331,7 @@ class CurveProfile:
 
 
 def curve_profile(
-    model: nn.Module, curve: BezierCurve, loaders: Loaders, *, points: int = 61, **options: Any
+    model: nn.Module, curve: BezierCurve, loaders: Loaders, points: int = 61, **options: Any
 ) -> CurveProfile:
     """Measure the curve at ``points`` equidistant t from 0 to 1, endpoints included. ``options`` are the `Evaluator`'s.
 
@@ -371,6 +404,10 @@ def plane_profile(
 def _vector(weights: Mapping[str, Tensor], like: Weights, like_is: str, weights_is: str) -> Tensor:
     """Return the weights as one vector in the order of ``like``, or refuse those of another network."""
     check_alike(like, weights, like_is, weights_is)
+    if other := next((name for name, tensor in weights.items() if not tensor.is_floating_point()), None):
+        raise ValueError(
+            f"{other!r} in {weights_is} is {weights[other].dtype} and no weight: give take(model) and not state_dict()"
+        )
     return flatten({name: weights[name] for name in like})
 
 

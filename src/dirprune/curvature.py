@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dirprune.basis import fresh, inner, length, orthogonalise, rotate, unit_of
+from dirprune.batches import Loss, examples_in, moved, pairs, refuse_iterator
 from dirprune.modes import eval_mode
-from dirprune.products import Kind, Loss, forward_product, outputs_of, reverse_product
-from dirprune.weights import Weights, unflatten
+from dirprune.products import Kind, PlainWeightNorm, forward_product, outputs_of, reverse_product
+from dirprune.weights import Weights, stateless, unflatten
 
 Which = Literal["largest", "magnitude"]
-STRIP = 2**16  # how much of a long vector is summed, or rotated, at a time
 
 
 class SymmetricOperator(Protocol):
@@ -49,11 +50,17 @@ class MatrixOperator:
         return torch.matmul(self.matrix, vector)
 
 
+def operator_of(op: SymmetricOperator | Tensor) -> SymmetricOperator:
+    """Return the operator, which may be given as a symmetric matrix."""
+    return MatrixOperator(op) if isinstance(op, Tensor) else op
+
+
 class _Batch(NamedTuple):
-    """A batch on the model's device, and whether it is of the common size."""
+    """A batch on the model's device, its number of examples, and whether it is of the common size."""
 
     inputs: Any
     targets: Any
+    examples: int
     common: bool
 
 
@@ -68,10 +75,11 @@ class HessianOperator:
     round to TF32 unless ``torch.backends.cudnn.allow_tf32`` is False, which bounds the residuals that can be reached.)
 
     Args:
-        model: any module; attention is evaluated by its plain formula, the only one that differentiates twice.
+        model: any module; attention and weight norms are evaluated by their plain formulas, which differentiate twice.
         loss_fn: ``loss_fn(model(inputs), targets)``, a mean over the examples of the batch.
-        batches: pairs (inputs, targets) that can be iterated again and again and always hold the same examples;
-            ``len(targets)`` is a batch's number of examples. Tensors are moved to the model's device.
+        batches: pairs (inputs, targets), tensors in any nesting, that can be iterated again and again and always hold
+            the same examples; the length of the targets is a batch's number of examples. Tensors are moved to the
+            model's device.
         parameters: the names to differentiate by, all others staying fixed; None means all.
         kind: "hessian", or "gauss-newton" for Jᵀ(∇²loss)J, its positive semidefinite part when the loss is convex.
         compiled: `torch.compile` the products, for batches as large as the first; others run uncompiled. On a GPU a
@@ -101,13 +109,13 @@ class HessianOperator:
             raise ValueError(f"kind is {kind!r}; choose one of {', '.join(map(repr, get_args(Kind)))}")
         if autocast is not None and not isinstance(autocast, torch.dtype):
             raise ValueError(f"autocast={autocast!r} is not a dtype; give e.g. torch.bfloat16, or None")
-        if isinstance(batches, Iterator):
-            raise ValueError("batches is an iterator, spent after one pass; give a list or a DataLoader")
+        refuse_iterator(batches, "batches")
         chosen = _choose(model, parameters)
         self.model, self.loss_fn, self.batches, self.kind = model, loss_fn, batches, kind
         self.names = list(chosen)
         self.size = sum(parameter.numel() for parameter in chosen.values())
         self.compiled, self.autocast = compiled, autocast
+        self._model_at = stateless(model)
         self._forward = forward_product(model, loss_fn, kind, autocast)
         self._fast = torch.compile(self._forward, dynamic=False) if compiled else self._forward
         self._tried = False
@@ -129,12 +137,13 @@ class HessianOperator:
         with _undisturbed(self.model, self.device), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
             weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
             buffers = dict(self.model.named_buffers())
-            for inputs, targets in self.batches:
+            for inputs, targets in pairs(self.batches, "batches"):
+                count = examples_in(targets)
                 # One shape is compiled, the common one: a compilation costs more than the short last batch ever will.
-                common = common or len(targets)
-                batch = _Batch(_to(inputs, self.device), _to(targets, self.device), len(targets) == common)
+                common = common or count
+                batch = _Batch(moved(inputs, self.device), moved(targets, self.device), count, count == common)
                 self._add_products(batch, weights, buffers, columns, totals)
-                examples += len(targets)
+                examples += count
         if not examples:
             raise ValueError("batches holds no examples; give at least one (inputs, targets) pair")
         return (totals / examples).T.reshape(vector.shape)
@@ -146,13 +155,14 @@ class HessianOperator:
         for column, total in zip(columns, totals, strict=True):
             pieces = product(unflatten(column, chosen))
             for name, part in unflatten(total, chosen).items():
-                part.add_(pieces[name], alpha=len(batch.targets))
+                part.add_(pieces[name], alpha=batch.examples)
 
     def _backwards(self, batch: _Batch, weights: Weights, buffers: Weights) -> Callable[[Weights], Weights]:
         leaves = {name: weights[name].detach().requires_grad_() for name in self.names}
         # Copies, because a module may write to its buffers even in eval mode.
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
-        outputs = outputs_of(self.model, {**weights, **leaves, **copies}, batch.inputs, self.autocast)
+        with PlainWeightNorm():
+            outputs = outputs_of(self._model_at, {**weights, **leaves, **copies}, batch.inputs, self.autocast)
         product = reverse_product(self.kind, outputs, batch.targets, self.loss_fn, list(leaves.values()))
         return lambda vector: dict(zip(vector, product(list(vector.values())), strict=True))
 
@@ -187,6 +197,13 @@ class HessianOperator:
 def _choose(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Parameter]:
     """Return the named parameters, in the model's order."""
     known = dict(model.named_parameters())
+    if isinstance(names, str):
+        raise ValueError(f"parameters is the string {names!r}; give a list of names: [{names!r}]")
+    names = None if names is None else list(names)
+    if others := [name for name in names or () if not isinstance(name, str)]:
+        raise ValueError(
+            f"parameters holds a {type(others[0]).__name__}; give names, those of model.named_parameters()"
+        )
     wanted = set(known if names is None else names)
     if unknown := wanted - known.keys():
         raise ValueError(f"parameters names {sorted(unknown)}, not in this model; it has {list(known)}")
@@ -207,18 +224,18 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _to(data: Any, device: torch.device) -> Any:
-    return data.to(device, non_blocking=True) if isinstance(data, Tensor) else data
-
-
 @dataclass(frozen=True)
 class Eigenpairs:
-    """Eigenvalues [k], eigenvectors as columns [d, k], true residuals ‖Hv − λv‖ [k], and the products they took."""
+    """Eigenvalues [k], eigenvectors as columns [d, k], true residuals ‖Hv − λv‖ [k], and the products they took.
+
+    ``names`` are those of the parameters that the eigenvectors run over, in that order, where the operator has names.
+    """
 
     values: Tensor
     vectors: Tensor
     residuals: Tensor
     iterations: int
+    names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -237,23 +254,26 @@ class LanczosStep:
     coefficients: Tensor
     which: Which
 
-    def pairs(self, op: SymmetricOperator) -> Eigenpairs:
+    def pairs(self, op: SymmetricOperator | Tensor) -> Eigenpairs:
         """Return the best eigenpairs of ``op`` in the span of those found, with true residuals: a product for each.
 
         ``op`` may be the operator in a higher precision, for a lower one does not see its own error.
         """
         vectors = (self.coefficients.to(self.basis).T @ self.basis).T
-        products = op @ vectors
+        products = operator_of(op) @ vectors
+        unit = unit_of(products)
+        products = products / unit
         overlaps = inner(vectors.T, products).cpu()
         values, turn = _ritz((overlaps + overlaps.T) / 2, self.which)
         values, turn = values.to(vectors), turn.to(vectors)
         vectors, products = vectors @ turn, products @ turn
         residuals = torch.linalg.vector_norm(products - vectors * values, dim=0)
-        return Eigenpairs(values, vectors, residuals, self.iterations)
+        names = getattr(op, "names", None)
+        return Eigenpairs(values * unit, vectors, residuals * unit, self.iterations, names and tuple(names))
 
 
 def top_eigenpairs(
-    op: SymmetricOperator,
+    op: SymmetricOperator | Tensor,
     k: int,
     *,
     which: Which = "largest",
@@ -270,13 +290,13 @@ def top_eigenpairs(
     To follow a long run, drive `lanczos_steps` instead.
 
     Args:
-        op: a `HessianOperator`, a `MatrixOperator`, or anything with size, dtype, device and @.
+        op: a `HessianOperator`, a symmetric matrix, or anything with size, dtype, device and @.
         which: "largest" on the real line, however large the negative ones are, or "magnitude" for the largest |λ|.
         tolerance: what the residuals are held to, relative to the largest |λ| seen; a RuntimeWarning tells if not.
         max_iterations: the number of products to spend (the k of the final residuals not counted).
         basis_size: the vectors of length d to hold in memory; None means 3k + 20. More need fewer products.
 
-    >>> top_eigenpairs(MatrixOperator(torch.diag(torch.tensor([-5.0, 1.0, 2.0, 3.0]))), 2).values.round(decimals=3)
+    >>> top_eigenpairs(torch.diag(torch.tensor([-5.0, 1.0, 2.0, 3.0])), 2).values.round(decimals=3)
     tensor([3., 2.])
 
     Reference: Wu and Simon, Thick-restart Lanczos method for large symmetric eigenvalue problems (2000).
@@ -300,7 +320,7 @@ def top_eigenpairs(
 
 
 def lanczos_steps(
-    op: SymmetricOperator,
+    op: SymmetricOperator | Tensor,
     k: int,
     *,
     which: Which = "largest",
@@ -317,27 +337,29 @@ def lanczos_steps(
     >>> step.pairs(op).values.round(decimals=2)
     tensor([49., 48.])
     """
+    op = operator_of(op)
     size = min(op.size, 3 * k + 20 if basis_size is None else basis_size)
     _check_request(op, k, which, size, tolerance, max_iterations)
     generator = torch.Generator(op.device).manual_seed(seed)
     # Rows are basis vectors. The operator projected on them is small: float64, on the host.
     basis = torch.zeros(size, op.size, dtype=op.dtype, device=op.device)
     projected = torch.zeros(size, size, dtype=torch.float64)
-    basis[0] = _fresh(basis[:0], generator)
-    count, scale, alone = 0, 0.0, True
-
+    basis[0] = fresh(basis[:0], generator)
+    count, scale, unit, alone = 0, 0.0, 0.0, True
     for iteration in range(1, max_iterations + 1):
-        new, overlaps = _orthogonalise(op @ basis[count], basis[: count + 1])
-        column, length = overlaps.cpu(), _length(new)
-        if not math.isfinite(length):
+        product = op @ basis[count]
+        unit = unit or unit_of(product)  # what follows is of the operator divided by it
+        new, overlaps = orthogonalise(product / unit, basis[: count + 1])
+        column, rest = overlaps.cpu(), length(new)
+        if not math.isfinite(rest):
             raise ValueError(f"product {iteration} of op is not finite; are the weights and the loss?")
         projected[count, : count + 1] = projected[: count + 1, count] = column
         count += 1
         values, vectors = _ritz(projected[:count, :count], which)
         scale = max(scale, float(values.abs().max()))
         # Below this the rest is round-off: the basis spans an invariant space, and another vector must lead out of it.
-        closed = length <= 100 * torch.finfo(op.dtype).eps * scale or count == op.size
-        bounds = (0.0 if closed else length) * vectors[-1].abs()
+        closed = rest <= 100 * torch.finfo(op.dtype).eps * scale or count == op.size
+        bounds = (0.0 if closed else rest) * vectors[-1].abs()
 
         # A random vector that starts and closes a space is an eigenvector, so all that remains shares its value.
         beaten = bool(_merit(column[-1], which) <= _merit(values[:k][-1], which) + 1e-6 * scale)
@@ -345,16 +367,17 @@ def lanczos_steps(
         # One more than wanted must have settled: a loose tolerance would else take a later eigenvalue for a late one.
         small = bool((bounds[: k + 1] <= tolerance * scale).all())
         done = small and (count >= k if rest_known else count > k and not closed)
-        yield LanczosStep(values[:k], bounds[:k], scale, iteration, done, basis[:count], vectors[:, :k], which)
+        found = values[:k] * unit, bounds[:k] * unit, scale * unit
+        yield LanczosStep(*found, iteration, done, basis[:count], vectors[:, :k], which)
         if done:
             return
         if count == size:
             kept = k + (size - k) // 2
-            _rotate(basis, vectors[:, :kept])
+            rotate(basis, vectors[:, :kept])
             projected.zero_()
             projected.diagonal()[:kept] = values[:kept]
             count = kept
-        basis[count] = _fresh(basis[:count], generator) if closed else new / length
+        basis[count] = fresh(basis[:count], generator) if closed else new / rest
         alone = closed
 
 
@@ -373,34 +396,6 @@ def _check_request(op: SymmetricOperator, k: int, which: str, size: int, toleran
         raise ValueError(f"max_iterations is {max_iterations}; {k} eigenpairs need at least {k}")
 
 
-def _orthogonalise(vector: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the vector without its components on the rows of the basis, and those components."""
-    overlaps = inner(basis, vector)
-    vector = vector - overlaps.to(vector) @ basis
-    again = inner(basis, vector)  # what round-off left of them the first time; twice is enough
-    return vector - again.to(vector) @ basis, overlaps + again
-
-
-def inner(rows: Tensor, columns: Tensor) -> Tensor:
-    """Return rows @ columns in float64, summed strip by strip.
-
-    One sum over millions of products in single precision loses half its digits on a CPU.
-    """
-    strips = zip(torch.split(rows, STRIP, dim=1), torch.split(columns, STRIP), strict=True)
-    return torch.stack([(a @ b).double() for a, b in strips]).sum(0)
-
-
-def _length(vector: Tensor) -> float:
-    return math.sqrt(inner(vector.unsqueeze(0), vector))
-
-
-def _fresh(basis: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a random unit vector orthogonal to the basis."""
-    draw = torch.randn(basis.shape[1], generator=generator, dtype=basis.dtype, device=basis.device)
-    vector, _ = _orthogonalise(draw, basis)
-    return vector / _length(vector)
-
-
 def _ritz(projected: Tensor, which: str) -> tuple[Tensor, Tensor]:
     """Return the eigenpairs of the small matrix, best first."""
     values, vectors = torch.linalg.eigh(projected)
@@ -412,20 +407,16 @@ def _merit(values: Tensor, which: str) -> Tensor:
     return values if which == "largest" else values.abs()
 
 
-def _rotate(basis: Tensor, coefficients: Tensor) -> None:
-    """Replace the first rows of the basis by the Ritz vectors."""
-    turn = coefficients.to(basis).T
-    for strip in torch.split(basis, STRIP, dim=1):  # not all at once: that would take as much memory again
-        strip[: len(turn)] = turn @ strip
-
-
-def dense(op: SymmetricOperator) -> Tensor:
+def dense(op: SymmetricOperator | Tensor) -> Tensor:
     """Return the whole matrix [d, d], made exactly symmetric, of an operator small enough for it."""
+    op = operator_of(op)
     matrix = op @ torch.eye(op.size, dtype=op.dtype, device=op.device)
     return torch.lerp(matrix, matrix.T, 0.5)
 
 
-def hessian_diagonal(op: SymmetricOperator, *, samples: int = 100, seed: int = 0, block_size: int = 8) -> Tensor:
+def hessian_diagonal(
+    op: SymmetricOperator | Tensor, *, samples: int = 100, seed: int = 0, block_size: int = 8
+) -> Tensor:
     """Return Hutchinson's estimate of the diagonal: the mean of z ⊙ Hz over random signs z.
 
         E[z ⊙ Hz]_j = H_jj,    with variance Σ_{i≠j} H_ij² / samples
@@ -434,13 +425,14 @@ def hessian_diagonal(op: SymmetricOperator, *, samples: int = 100, seed: int = 0
         samples: the number of products.
         block_size: products made at once, which costs memory and saves time; it does not change the estimate.
 
-    >>> hessian_diagonal(MatrixOperator(torch.diag(torch.tensor([1.0, 2.0]))), samples=1)
+    >>> hessian_diagonal(torch.diag(torch.tensor([1.0, 2.0])), samples=1)
     tensor([1., 2.])
 
     Reference: Bekas, Kokiopoulou and Saad, An estimator for the diagonal of a matrix (2007).
     """
     if samples < 1 or block_size < 1:
         raise ValueError(f"samples is {samples} and block_size {block_size}; both must be at least 1")
+    op = operator_of(op)
     generator = torch.Generator(op.device).manual_seed(seed)
     total = torch.zeros(op.size, dtype=op.dtype, device=op.device)
     for start in range(0, samples, block_size):

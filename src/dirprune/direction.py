@@ -10,41 +10,42 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dirprune.curvature import SymmetricOperator, dense, inner
+from dirprune.basis import inner
+from dirprune.curvature import Eigenpairs, SymmetricOperator, dense
 from dirprune.weights import Weights, check_alike, flatten, unflatten
 
 Point = TypeVar("Point", Tensor, Weights)
 
 
-def nonflat_basis(op: SymmetricOperator, *, tolerance: float = 1e-6) -> Tensor:
+def nonflat_basis(op: SymmetricOperator | Tensor, *, tolerance: float = 1e-6) -> Tensor:
     """Return orthonormal eigenvectors, as columns, of all eigenvalues with |λ| > tolerance · max|λ|, by dense `eigh`.
 
-    >>> from dirprune.curvature import MatrixOperator
-    >>> nonflat_basis(MatrixOperator(torch.diag(torch.tensor([0.0, 3.0])))).abs()
+    >>> nonflat_basis(torch.diag(torch.tensor([0.0, 3.0]))).abs()
     tensor([[0.],
             [1.]])
     """
-    values, vectors = torch.linalg.eigh(dense(op).double())
+    matrix = dense(op)
+    values, vectors = torch.linalg.eigh(matrix.double())
     basis: Tensor = vectors[:, values.abs() > tolerance * values.abs().max()]
-    return basis.to(op.dtype)
+    return basis.to(matrix.dtype)
 
 
-def null_projection(op: SymmetricOperator, *, tolerance: float = 1e-6) -> Tensor:
+def null_projection(op: SymmetricOperator | Tensor, *, tolerance: float = 1e-6) -> Tensor:
     """Return Π₀ = I − QQᵀ [d, d], the projection on the kernel of an operator small enough for a dense `eigh`.
 
     Args:
+        op: a `HessianOperator`, a symmetric matrix, or anything with size, dtype, device and @.
         tolerance: an eigenvalue with |λ| ≤ tolerance · max|λ| counts as zero.
 
-    >>> from dirprune.curvature import MatrixOperator
-    >>> null_projection(MatrixOperator(torch.diag(torch.tensor([0.0, 3.0]))))
+    >>> null_projection(torch.diag(torch.tensor([0.0, 3.0])))
     tensor([[1., 0.],
             [0., 0.]])
     """
     basis = nonflat_basis(op, tolerance=tolerance)
-    return torch.eye(op.size, dtype=op.dtype, device=op.device) - basis @ basis.T
+    return torch.eye(len(basis), dtype=basis.dtype, device=basis.device) - basis @ basis.T
 
 
-def directional_score(w: Point, eigenvectors: Tensor) -> Point:
+def directional_score(w: Point, eigenvectors: Tensor | Eigenpairs) -> Point:
     """Return the score s of every weight: positive where it can be pruned along the flat directions of the loss.
 
         s_j = sign(w_j) · (Π₀ sign(w))_j,    Π₀ = I − QQᵀ
@@ -54,7 +55,9 @@ def directional_score(w: Point, eigenvectors: Tensor) -> Point:
     Args:
         w: trained weights, flat [d] or by name; the score comes back in the same form.
         eigenvectors: Q [d, k], orthonormal eigenvectors of the space that is *not* flat, as columns: all of them, from
-            `nonflat_basis`, or the first k, from `top_eigenpairs`. No column means that every direction is flat.
+            `nonflat_basis`, or the first k, from `top_eigenpairs`. No column means that every direction is flat. What
+            `top_eigenpairs` returns for a `HessianOperator` knows the parameters by name and finds them in w; the rows
+            of a bare tensor are taken in the order of w, which must be that of ``op.names``.
 
     >>> directional_score(torch.tensor([2.0, -1.0]), torch.tensor([[0.6], [0.8]]))
     tensor([1.1200, 0.8400])
@@ -62,10 +65,12 @@ def directional_score(w: Point, eigenvectors: Tensor) -> Point:
     Reference: Chao, Wang, Xing and Cheng, Directional Pruning of Deep Neural Networks (2020), Definition 1.
     """
     if not isinstance(w, Tensor):
-        return unflatten(directional_score(flatten(w), eigenvectors), w)
-    _check_orthonormal(eigenvectors, w.numel())
-    sign = _flat(w, "w").sign()
-    return sign * (sign - eigenvectors @ inner(eigenvectors.T, sign).to(w))
+        ordered = _in_order(w, eigenvectors, "w")
+        score = unflatten(directional_score(flatten(ordered), eigenvectors), ordered)
+        return {name: score[name] for name in w}
+    q = _orthonormal(eigenvectors, w, "w")
+    sign = _flat(w, "w").detach().sign()
+    return sign * (sign - q @ inner(q.T, sign).to(w))
 
 
 def directional_prune(w: Point, score: Point, lam: float) -> Point:
@@ -84,12 +89,11 @@ def directional_prune(w: Point, score: Point, lam: float) -> Point:
     """
     if not (lam >= 0 and math.isfinite(lam)):
         raise ValueError(f"lam is {lam}; it must be finite and not negative")
+    _check_paired(w, score)
     if not isinstance(w, Tensor):
-        check_alike(w, score, "w", "score")
         return {name: directional_prune(tensor, score[name], lam) for name, tensor in w.items()}
-    if w.shape != score.shape:
-        raise ValueError(f"score has shape {tuple(score.shape)} and w {tuple(w.shape)}; give one score a weight")
-    return w.sign() * (w.abs() - lam * score).clamp(min=0)
+    w = w.detach()
+    return w.sign() * (w.abs() - lam * score.detach()).clamp(min=0)
 
 
 def lam_for_sparsity(w: Point, score: Point, sparsity: float) -> float:
@@ -104,8 +108,8 @@ def lam_for_sparsity(w: Point, score: Point, sparsity: float) -> float:
     >>> round(lam, 5)
     4.0
     """
+    _check_paired(w, score)
     if not isinstance(w, Tensor):
-        check_alike(w, score, "w", "score")
         return lam_for_sparsity(flatten(w), flatten({name: score[name] for name in w}), sparsity)
     if not 0 <= sparsity <= 1:
         raise ValueError(f"sparsity is {sparsity}; it is a fraction of the weights, from 0 to 1")
@@ -158,27 +162,29 @@ class EigenspaceShare(NamedTuple):
     random_level: float
 
 
-def eigenspace_share(difference: Tensor | Weights, eigenvectors: Tensor) -> EigenspaceShare:
+def eigenspace_share(difference: Tensor | Weights, eigenvectors: Tensor | Eigenpairs) -> EigenspaceShare:
     """Return the part of a difference of weights that lies in the span of the eigenvectors.
 
         ‖QQᵀΔ‖ / ‖Δ‖,    beside √(k/d), its root mean square for a random direction Δ
 
     Args:
         difference: Δ, flat [d] or by name, for instance w_gRDA − w_SGD.
-        eigenvectors: Q [d, k], orthonormal columns.
+        eigenvectors: Q [d, k], orthonormal columns, as `directional_score` takes them.
 
     >>> eigenspace_share(torch.tensor([3.0, 4.0, 0.0, 0.0]), torch.eye(4)[:, :1])
     EigenspaceShare(share=0.6, random_level=0.5)
 
     Reference: §4.3 of the paper.
     """
-    delta = _flat(difference, "difference") if isinstance(difference, Tensor) else flatten(difference)
-    _check_orthonormal(eigenvectors, delta.numel())
+    if not isinstance(difference, Tensor):
+        difference = flatten(_in_order(difference, eigenvectors, "difference"))
+    delta = _flat(difference, "difference").detach()
+    q = _orthonormal(eigenvectors, delta, "difference")
     length = float(inner(delta.unsqueeze(0), delta).sqrt())
     if not (length > 0 and math.isfinite(length)):
         raise ValueError(f"difference has length {length}; its direction is not defined")
-    inside = float(inner(eigenvectors.T, delta).norm())
-    return EigenspaceShare(inside / length, math.sqrt(eigenvectors.shape[1] / delta.numel()))
+    inside = float(inner(q.T, delta).norm())
+    return EigenspaceShare(inside / length, math.sqrt(q.shape[1] / delta.numel()))
 
 
 def _flat(vector: Tensor, name: str) -> Tensor:
@@ -187,11 +193,43 @@ def _flat(vector: Tensor, name: str) -> Tensor:
     return vector
 
 
-def _check_orthonormal(vectors: Tensor, size: int) -> None:
-    """Refuse what is not an orthonormal basis: I − QQᵀ would silently be no projection."""
-    if vectors.ndim != 2 or vectors.shape[0] != size:
-        raise ValueError(f"eigenvectors has shape {tuple(vectors.shape)}; {size} weights need [{size}, k], as columns")
-    gram = inner(vectors.T, vectors)
+def _check_paired(w: Tensor | Weights, score: Tensor | Weights) -> None:
+    """Refuse a score that is not one of every weight."""
+    if isinstance(w, Tensor) and isinstance(score, Tensor):
+        if w.shape != score.shape:
+            raise ValueError(f"score has shape {tuple(score.shape)} and w {tuple(w.shape)}; give one score a weight")
+    elif isinstance(w, Tensor) or isinstance(score, Tensor):
+        forms = ("flat" if isinstance(point, Tensor) else "by name" for point in (w, score))
+        raise ValueError("w is {} and score {}; give both flat, or both by name".format(*forms))
+    else:
+        check_alike(w, score, "w", "score")
+
+
+def _in_order(weights: Weights, eigenvectors: Tensor | Eigenpairs, what: str) -> Weights:
+    """Return the weights in the order of the eigenvectors' rows, where that is known."""
+    names = eigenvectors.names if isinstance(eigenvectors, Eigenpairs) else None
+    if names is None:
+        return weights
+    if others := set(names) ^ weights.keys():
+        place = what if min(others) in weights else "the eigenvectors"
+        raise ValueError(
+            f"{min(others)!r} is in {place} alone; give the weights named in eigenvectors.names, and no others"
+        )
+    return {name: weights[name] for name in names}
+
+
+def _orthonormal(eigenvectors: Tensor | Eigenpairs, vector: Tensor, what: str) -> Tensor:
+    """Return Q; refuse what is no orthonormal basis for this vector: I − QQᵀ would silently be no projection."""
+    q, size = eigenvectors.vectors if isinstance(eigenvectors, Eigenpairs) else eigenvectors, vector.numel()
+    if q.ndim != 2 or q.shape[0] != size:
+        raise ValueError(f"eigenvectors has shape {tuple(q.shape)}; {size} weights need [{size}, k], as columns")
+    if (q.dtype, q.device) != (vector.dtype, vector.device):
+        raise ValueError(
+            f"eigenvectors is {q.dtype} on {q.device} and {what} {vector.dtype} on {vector.device}; "
+            f"bring one to the other with .to({vector.dtype})"
+        )
+    gram = inner(q.T, q)
     error = float((gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().sum())
     if not error <= 1e-2 * max(1, len(gram)):
         raise ValueError(f"eigenvectors are not orthonormal columns (QᵀQ is off by {error:.2g}); use torch.linalg.qr")
+    return q

@@ -68,6 +68,11 @@ class Captured:
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        if not (isinstance(inputs, Tensor) and isinstance(targets, Tensor)):
+            raise ValueError(
+                f"inputs is a {type(inputs).__name__} and targets a {type(targets).__name__}; a CUDA graph is recorded "
+                "for one tensor each: give capture=False"
+            )
         with torch.cuda.device(inputs.device):
             return self._replay(inputs, targets)
 

@@ -6,23 +6,22 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from dirprune.batches import Batch, Loss, examples_in, mean_loss, moved, pairs
 from dirprune.batchnorm import batchnorms, estimate_statistics
 from dirprune.graphs import Captured
 from dirprune.weights import Weights, put
 
-Batch = tuple[Tensor, Tensor]
 Place = tuple[float, ...]
-LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
 class TrainLoader(Protocol):
-    """Batches of (inputs, targets) on the device: plain when iterated, shuffled and augmented from `epoch`."""
+    """Batches of (inputs, targets): plain when iterated, shuffled and augmented from `epoch`."""
 
     def __iter__(self) -> Iterator[Batch]: ...
     def epoch(self, epoch: int, /) -> Iterable[Batch]: ...
@@ -39,7 +38,7 @@ class Loaders(Protocol):
 
 @dataclass(frozen=True)
 class Measurement:
-    """At a place, (t,) or (x, y): mean loss, and error in percent (nan where targets are not class numbers)."""
+    """At a place, (t,) or (x, y): mean loss, and error in percent (nan where targets are no numbers of classes)."""
 
     place: Place
     train_loss: float
@@ -53,14 +52,16 @@ class Evaluator:
 
     Evaluation mode, plain data, a copy of the model. BatchNorm statistics are re-estimated at every point: mean and
     variance of each training batch, averaged over the training samples (without dropout, so that nothing is random).
-    Batches stay on the device. On CUDA the forward pass is captured once a batch shape; the host waits once a point.
+    Batches are moved to the device and stay there; inputs, targets and outputs may be tensors in any nesting. On CUDA
+    the forward pass is captured once a batch shape; the host waits once a point.
 
     Args:
         loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch.
         autocast: a lower precision for the forward pass, such as ``torch.bfloat16``.
         channels_last: hold convolution weights in that memory format; images follow in the first layer.
         compiled: `torch.compile` the network, for every batch shape; worth it for few shapes and many points.
-        capture: replay CUDA graphs; by default on CUDA. Turn off for a network whose forward waits for the device.
+        capture: replay CUDA graphs; by default on CUDA. Turn off for a network whose forward waits for the device, and
+            for batches of other things than two tensors.
 
     >>> from types import SimpleNamespace
     >>> data = [(torch.eye(2), torch.tensor([0, 1]))]
@@ -74,7 +75,7 @@ class Evaluator:
         model: nn.Module,
         loaders: Loaders,
         *,
-        loss_fn: LossFn = cross_entropy,
+        loss_fn: Loss = cross_entropy,
         autocast: torch.dtype | None = None,
         channels_last: bool = False,
         compiled: bool = False,
@@ -89,10 +90,10 @@ class Evaluator:
             raise ValueError(f"capture is True but the model is on {self._device}; move it to a CUDA device")
         # fork_rng: a torch DataLoader draws from the global generator when it is iterated.
         with torch.random.fork_rng(devices=[]):
-            self._train, self._test = list(loaders.train), list(loaders.test)
+            self._train, self._test = self._held(loaders.train, "train"), self._held(loaders.test, "test")
         self._loss_fn, self._autocast = loss_fn, autocast
         self._forward = torch.compile(self._network, dynamic=False) if compiled else self._network
-        self._step: Callable[[Tensor, Tensor], Tensor] = self._score
+        self._step: Callable[[Any, Any], Tensor] = self._score
         if self._device.type == "cuda" if capture is None else capture:
             self._step = Captured(self._score, key=lambda: any(norm.training for norm in self._norms))
 
@@ -106,18 +107,21 @@ class Evaluator:
             train, test = torch.stack([self._totals(self._train), self._totals(self._test)]).cpu()  # the one wait
         return Measurement(place, *means(train, "loaders.train"), *means(test, "loaders.test"))
 
+    def _held(self, batches: Iterable[Batch], half: str) -> list[Batch]:
+        return [moved(batch, self._device) for batch in pairs(batches, f"loaders.{half}")]
+
     def _totals(self, batches: list[Batch]) -> Tensor:
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         for inputs, targets in batches:
             totals += self._step(inputs, targets)
         return totals
 
-    def _score(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _score(self, inputs: Any, targets: Any) -> Tensor:
         # cache_enabled: a captured pass must cast the weights that it finds when it is replayed.
         lower = self._autocast is not None
         with torch.autocast(self._device.type, dtype=self._autocast, enabled=lower, cache_enabled=False):
             outputs = self._forward(inputs)
-            loss = self._loss_fn(outputs, targets)
+            loss = mean_loss(self._loss_fn, outputs, targets)
         return tally(outputs, targets, loss)
 
 
@@ -129,11 +133,19 @@ def profile_points(measure: Evaluator, point: Callable[..., Weights], places: It
         yield measure(weights, place)
 
 
-def tally(outputs: Tensor, targets: Tensor, loss: Tensor) -> Tensor:
+def tally(outputs: Any, targets: Any, loss: Tensor) -> Tensor:
     """Return batch size · (loss, error in percent, 1), to be summed over batches and divided by `means`."""
-    known = not targets.is_floating_point()
-    wrong = (outputs.argmax(1) != targets).double().mean() if known else torch.full_like(loss, math.nan)
-    return torch.stack([loss.double(), 100 * wrong.double(), torch.ones_like(loss).double()]) * len(targets)
+    wrong = torch.full_like(loss, math.nan)
+    if _are_classes(outputs, targets):
+        wrong = (outputs.argmax(1) != targets).double().mean()
+    return torch.stack([loss.double(), 100 * wrong.double(), torch.ones_like(loss).double()]) * examples_in(targets)
+
+
+def _are_classes(outputs: Any, targets: Any) -> bool:
+    """Tell whether the outputs score classes along dimension 1 and the targets are their numbers."""
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or outputs.ndim < 2:
+        return False
+    return not targets.is_floating_point() and targets.shape == (*outputs.shape[:1], *outputs.shape[2:])
 
 
 def means(totals: Tensor, source: str) -> tuple[float, float]:

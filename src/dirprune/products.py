@@ -7,35 +7,38 @@ computation of the gradient: a pure function of tensors, of which `torch.compile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vjp
-from torch.utils._pytree import tree_map
+from torch.func import grad, jvp, vjp
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from dirprune.weights import Weights
+from dirprune.batches import Loss, mean_loss
+from dirprune.weights import Weights, stateless
 
 Kind = Literal["hessian", "gauss-newton"]
-Loss = Callable[[Any, Any], Tensor]
+Network = Callable[[Mapping[str, Tensor], Any], Any]
+"""From (weights and buffers by name, inputs) to the outputs."""
 Pieces = Sequence[Tensor]
 ForwardProduct = Callable[[Weights, Weights, Weights, Any, Any], Weights]
 """From (all weights, a vector of some or all of them, buffers, inputs, targets) to the product, named as the vector."""
 
 
-def outputs_of(model: nn.Module, state: Weights, inputs: Any, autocast: torch.dtype | None) -> Any:
-    """Return the model's outputs at this state, brought back from a lower precision to that of the weights.
+def outputs_of(network: Network, state: Weights, inputs: Any, autocast: torch.dtype | None) -> Any:
+    """Return the network's outputs at this state, brought back from a lower precision to that of the weights.
 
     The forward pass alone runs under autocast: derivatives follow the types that they find. The state is cast too, as
     autocast does with convolutions' weights: where layers mix precisions, as BatchNorm does, tangents have no one type.
     """
     if autocast is None:
-        return functional_call(model, state, (inputs,))
+        return network(state, inputs)
     first = next(iter(state.values()))
     lower = {name: _cast(tensor, autocast) for name, tensor in state.items()}
     with torch.autocast(first.device.type, autocast):
-        outputs = functional_call(model, lower, (_cast(inputs, autocast),))
+        outputs = network(lower, _cast(inputs, autocast))
     return _cast(outputs, first.dtype)
 
 
@@ -44,6 +47,16 @@ def _cast(data: Any, dtype: torch.dtype) -> Any:
     return tree_map(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, data
     )
+
+
+class PlainWeightNorm(TorchFunctionMode):
+    """Evaluate weight norms as g · v/‖v‖: torch's fused op, differentiated twice, forgets that ‖v‖ depends on v."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch._weight_norm:
+            v, g, dim = args
+            return v * (g / torch.norm_except_dim(v, 2, dim))
+        return func(*args, **(kwargs or {}))
 
 
 def reverse_product(
@@ -61,13 +74,13 @@ def forward_product(model: nn.Module, loss_fn: Loss, kind: Kind, autocast: torch
     >>> product(w, v, {}, torch.tensor([[1.0, 2.0]]), torch.zeros(1, 1))                 # H = 2 x xᵀ
     {'weight': tensor([[2., 4.]])}
     """
-    rule = _FORWARD[kind]
+    rule, model_at = _FORWARD[kind], stateless(model)
 
     def product(weights: Weights, vector: Weights, buffers: Weights, inputs: Any, targets: Any) -> Weights:
         def network(w: Weights) -> Any:
             # Copies: a module may write to its buffers even in eval mode, and no transform lets it write to outer ones.
             copies = {name: buffer.clone() for name, buffer in buffers.items()}
-            return outputs_of(model, {**w, **copies}, inputs, autocast)
+            return outputs_of(model_at, {**w, **copies}, inputs, autocast)
 
         # Zeros for the rest: torch cannot compile the forward mode of a BatchNorm that has it in some arguments only.
         whole = {name: vector[name] if name in vector else torch.zeros_like(w) for name, w in weights.items()}
@@ -80,7 +93,7 @@ def forward_product(model: nn.Module, loss_fn: Loss, kind: Kind, autocast: torch
 def _forward_hessian(
     network: Callable[[Weights], Any], loss_fn: Loss, targets: Any, weights: Weights, vector: Weights
 ) -> Weights:
-    return dict(_along(grad(lambda w, t: loss_fn(network(w), t)), weights, vector, targets))
+    return dict(_along(grad(lambda w, t: mean_loss(loss_fn, network(w), t)), weights, vector, targets))
 
 
 def _forward_gauss_newton(
@@ -88,7 +101,7 @@ def _forward_gauss_newton(
 ) -> Weights:
     # Inside vjp the network runs as in training: where nothing asks for a gradient, attention takes a path without one.
     outputs, pushed = jvp(lambda w: vjp(network, w)[0], (weights,), (vector,))[:2]
-    curved = _along(grad(lambda o, t: loss_fn(o, t)), outputs, pushed, targets)
+    curved = _along(grad(lambda o, t: mean_loss(loss_fn, o, t)), outputs, pushed, targets)
     pull = vjp(network, weights)[1]
     return dict(pull(curved)[0])
 
@@ -117,18 +130,28 @@ def _vjp(outputs: Pieces, inputs: Pieces, vectors: Pieces, *, create_graph: bool
 
 def _reverse_hessian(outputs: Any, targets: Any, loss_fn: Loss, weights: Pieces) -> Callable[[Pieces], Pieces]:
     """Return v ↦ ∇²f v: the gradient differentiated once more, backwards because H = Hᵀ."""
-    loss = loss_fn(outputs, targets)
+    loss = mean_loss(loss_fn, outputs, targets)
     gradient = _vjp([loss], weights, [torch.ones_like(loss)], create_graph=True)
     return lambda vector: _vjp(gradient, weights, vector)
 
 
-def _reverse_gauss_newton(outputs: Tensor, targets: Any, loss_fn: Loss, weights: Pieces) -> Callable[[Pieces], Pieces]:
+def _reverse_gauss_newton(outputs: Any, targets: Any, loss_fn: Loss, weights: Pieces) -> Callable[[Pieces], Pieces]:
     """Return v ↦ Jᵀ(∇²loss)Jv; Jv comes from differentiating u ↦ Jᵀu, so that no op needs a forward mode."""
-    point = outputs.detach().requires_grad_()
-    dummy = torch.zeros_like(outputs, requires_grad=True)
-    pulled = _vjp([outputs], weights, [dummy], create_graph=True)
-    curve = _reverse_hessian(point, targets, loss_fn, [point])
-    return lambda vector: _vjp([outputs], weights, curve(_vjp(pulled, [dummy], vector)))
+    leaves, form = tree_flatten(outputs)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not places:
+        raise ValueError(
+            f"kind is 'gauss-newton', but the model returned a {type(outputs).__name__} in which there are no tensors "
+            "to differentiate the loss by; return tensors, alone or in a tuple, list or dict"
+        )
+    results = [leaves[i] for i in places]
+    points = [result.detach().requires_grad_() for result in results]
+    for i, point in zip(places, points, strict=True):  # what else the model returns is no variable of the loss
+        leaves[i] = point
+    dummies = [torch.zeros_like(result, requires_grad=True) for result in results]
+    pulled = _vjp(results, weights, dummies, create_graph=True)
+    curve = _reverse_hessian(tree_unflatten(leaves, form), targets, loss_fn, points)
+    return lambda vector: _vjp(results, weights, curve(_vjp(pulled, dummies, vector)))
 
 
 _REVERSE = {"hessian": _reverse_hessian, "gauss-newton": _reverse_gauss_newton}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 Weights = dict[str, Tensor]
 
@@ -22,10 +24,49 @@ def take(model: nn.Module) -> Weights:
 @torch.no_grad()
 def put(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy ``weights`` into the model's parameters, in place; nothing is written unless every tensor fits."""
-    parameters = dict(model.named_parameters())
-    check_alike(parameters, weights, "the model", "weights")
-    for name, parameter in parameters.items():
+    check_fits(model, weights, "weights")
+    for name, parameter in model.named_parameters():
         parameter.copy_(weights[name])
+
+
+def stateless(model: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Any]:
+    """Return ``call(state, inputs)``: the model's outputs at other weights and buffers, itself left as it is.
+
+    A tensor that the model has in several places goes by its first name, as in ``model.named_parameters()``. The places
+    are looked up here, once: torch's own `functional_call` does it at every call, and where one module is registered
+    twice it replaces the same attribute twice and leaves the replacement behind.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> call = stateless(nn.Sequential(layer, layer))
+    >>> call({"0.weight": torch.tensor([[3.0]])}, torch.ones(1, 1))
+    tensor([[9.]])
+    """
+    aliases = _aliases(model)
+
+    def call(state: Mapping[str, Tensor], inputs: Any) -> Any:
+        others = {alias: state[name] for alias, name in aliases.items() if name in state}
+        return functional_call(model, {**state, **others}, (inputs,), tie_weights=False)
+
+    return call
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Return the further places of tensors, each with the first name of what is there."""
+    first: dict[int, str] = {}
+    places: set[tuple[int, str]] = set()
+    aliases = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    # A list, so that no tensor dies and leaves its id to the next.
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        owner, _, attribute = name.rpartition(".")
+        place = (id(modules[owner]), attribute)
+        if place in places:  # by another name of the same module
+            continue
+        places.add(place)
+        if first.setdefault(id(tensor), name) != name:
+            aliases[name] = first[id(tensor)]
+    return aliases
 
 
 def flatten(weights: Mapping[str, Tensor]) -> Tensor:
@@ -53,6 +94,18 @@ def combine(coefficients: Sequence[float], points: Sequence[Mapping[str, Tensor]
         name: sum((a * p[name] for a, p in zip(coefficients[1:], others, strict=True)), coefficients[0] * tensor)
         for name, tensor in first.items()
     }
+
+
+def check_fits(model: nn.Module, weights: Mapping[str, Tensor], weights_is: str) -> None:
+    """Raise a ValueError that names the first tensor in which the weights are not those of the model."""
+    parameters = dict(model.named_parameters())
+    others = [name for name in weights if name not in parameters]
+    if others and others[0] in model.state_dict():
+        raise ValueError(
+            f"{others[0]!r} in {weights_is} is a buffer of the model, or a second name of a weight: "
+            "give take(model) and not state_dict()"
+        )
+    check_alike(parameters, weights, "the model", weights_is)
 
 
 def check_alike(a: Mapping[str, Tensor], b: Mapping[str, Tensor], a_is: str, b_is: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dirprune.batches import Batch
 from dirprune.connect import BezierCurve, FitRecord, Plane, fit_curve
 from dirprune.lab import checkpoint, experiment, runs
 from dirprune.lab.connectivity_files import (
@@ -35,10 +36,11 @@ from dirprune.lab.connectivity_files import (
 )
 from dirprune.lab.data import EVALUATION_BATCH
 from dirprune.lab.files import write_json
+from dirprune.lab.projection import parameters_of
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.tables import read_rows, write_rows
-from dirprune.landscape import Batch, Evaluator, Loaders, Place, profile_points
+from dirprune.landscape import Evaluator, Loaders, Place, profile_points
 from dirprune.weights import Weights, check_alike, flatten, put, take
 
 _SAME = ("data", "model", "statistics", "validation")  # in two recipes whose networks can be joined
@@ -245,10 +247,9 @@ def _endpoint(run: runs.Run, epoch: int | None, model: nn.Module) -> tuple[int, 
     if epoch is not None and epoch not in saved:
         raise ValueError(f"{run.folder} has no checkpoint of epoch {epoch}; it has {', '.join(map(str, saved))}")
     found, state = runs.weights_of(run, epoch)
-    buffers = {name for name, _ in model.named_buffers()}
-    weights = {name: tensor for name, tensor in state.items() if name not in buffers}
-    check_alike(dict(model.named_parameters()), weights, f"the network {run.recipe.model!r}", str(run.folder))
-    put(model, weights)
+    # The whole state is compared, with buffers and the second names of shared weights: another architecture is refused.
+    check_alike(model.state_dict(), state, f"the network {run.recipe.model!r}", str(run.folder))
+    put(model, parameters_of(model, state))
     return found, take(model)
 
 

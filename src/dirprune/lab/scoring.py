@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dirprune.curvature import hessian_diagonal, inner
+from dirprune.basis import inner
+from dirprune.curvature import hessian_diagonal
 from dirprune.direction import directional_prune, directional_score, lam_for_sparsity
 from dirprune.lab import checkpoint
 from dirprune.lab.runs import Run, environment, weights_of

@@ -1,0 +1,75 @@
+"""Batches: pairs (inputs, targets), each a tensor or tensors in any nesting; and the loss of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+Batch = tuple[Any, Any]
+Loss = Callable[[Any, Any], Tensor]
+
+
+def refuse_iterator(batches: object, name: str) -> None:
+    """Raise a ValueError if the batches can be had only once."""
+    if isinstance(batches, Iterator):
+        raise ValueError(f"{name} is an iterator, spent after one pass; give a list or a DataLoader")
+
+
+def pairs(batches: Iterable[Any], name: str) -> Iterator[Batch]:
+    """Yield the batches, or raise a ValueError at the first that is not a pair.
+
+    >>> list(pairs([["inputs", "targets"]], "batches"))
+    [('inputs', 'targets')]
+    """
+    for batch in batches:
+        if not (isinstance(batch, tuple | list) and len(batch) == 2):
+            size = f" of {len(batch)}" if isinstance(batch, tuple | list | Mapping) else ""
+            raise ValueError(
+                f"{name} gave a {type(batch).__name__}{size}; a batch must be a pair (inputs, targets), and either may "
+                "hold several tensors, e.g. ((a, b), targets)"
+            )
+        yield batch[0], batch[1]
+
+
+def examples_in(targets: Any) -> int:
+    """Return the number of examples: the length of the targets, or that of the tensors in them.
+
+    >>> examples_in(torch.zeros(5)), examples_in({"class": torch.zeros(5)}), examples_in((torch.zeros(5, 2),) * 2)
+    (5, 5, 5)
+    >>> examples_in([{"boxes": torch.zeros(7, 4)}, {"boxes": torch.zeros(2, 4)}])          # a list of examples
+    2
+    """
+    if isinstance(targets, Mapping) and targets:
+        return examples_in(next(iter(targets.values())))
+    if isinstance(targets, tuple | list) and all(isinstance(each, Tensor) and each.ndim for each in targets):
+        lengths = {len(each) for each in targets}
+        return lengths.pop() if len(lengths) == 1 else len(targets)
+    return len(targets)
+
+
+def moved(data: Any, device: torch.device) -> Any:
+    """Return the data with everything in it that can be moved on the device."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+    # What moves itself does so as a whole: of a PackedSequence a part must stay on the host.
+    return tree_map(move, data, is_leaf=lambda node: hasattr(node, "to"))
+
+
+def mean_loss(loss_fn: Loss, outputs: Any, targets: Any) -> Tensor:
+    """Return ``loss_fn(outputs, targets)``, or refuse what is not one number: several would be added up in silence."""
+    loss = loss_fn(outputs, targets)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_fn returned a {found}; it must return a tensor of one number, the mean over the batch: "
+            "leave out reduction='none', or end with .mean()"
+        )
+    return loss.reshape(())
