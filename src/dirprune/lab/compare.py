@@ -6,14 +6,14 @@ A trial that the tables know has ended, whether or not its folder is still there
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from dirprune.lab import runs
 from dirprune.lab.comparison import CHOICES, Row, noted, shared
-from dirprune.lab.recipes import Recipe
+from dirprune.lab.recipes import Recipe, differing
 from dirprune.lab.series import Planned, series
 from dirprune.lab.trials import Trial
 
@@ -72,12 +72,11 @@ def _check_alike(out: Path, recipe: Recipe) -> None:
     """Raise unless what a folder holds can be compared with runs of this recipe, whatever their method."""
     for config in sorted((out / "runs").glob("*/config.json")):
         there = runs.load(config.parent).recipe
-        for name in (field.name for field in fields(Recipe) if field.name not in CHOICES):
-            if getattr(there, name) != getattr(recipe, name):
-                raise ValueError(
-                    f"{config.parent} was trained with {name}={getattr(there, name)}, which cannot be compared with "
-                    f"{name}={getattr(recipe, name)}; give another --out"
-                )
+        if other := differing(there, recipe, CHOICES):
+            theirs, ours = (f"{other[0]}={getattr(each, other[0])}" for each in (there, recipe))
+            raise ValueError(
+                f"{config.parent} was trained with {theirs}, which cannot be compared with {ours}; give another --out"
+            )
     for each in noted(out):
         if each.row.recipe != shared(recipe):
             raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,8 @@ def departures(recipe: Recipe, free: Container[str] = CHOICES) -> str:
     >>> departures(replace(recipes.get("vgg16-cifar10"), epochs=60))
     'epochs=60'
     """
-    original = recipes.get(recipe.name)
-    names = [field.name for field in fields(Recipe) if field.name not in free]
-    return " ".join(f"{n}={getattr(recipe, n)}" for n in names if getattr(recipe, n) != getattr(original, n))
+    names = recipes.differing(recipe, recipes.get(recipe.name), free)
+    return " ".join(f"{name}={getattr(recipe, name)}" for name in names)
 
 
 def collect(folders: Iterable[Path], results: Path) -> list[str]:

@@ -5,7 +5,7 @@ A recipe is data. `dirprune.lab.experiment` turns one into a model, an optimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -121,6 +121,16 @@ class Recipe:
         made["options"] = tuple((name, value) for name, value in values.get("options", ()))
         made["published"] = tuple((c, mu) for c, mu in values["published"])
         return Recipe(**made)
+
+
+def differing(one: Recipe, other: Recipe, free: Container[str]) -> list[str]:
+    """Return the fields in which two recipes differ, but for those that are ``free`` to.
+
+    >>> differing(get("digits"), replace(get("digits"), seed=3, lr=0.2), free={"seed"})
+    ['lr']
+    """
+    names = (field.name for field in fields(Recipe))
+    return [name for name in names if name not in free and getattr(one, name) != getattr(other, name)]
 
 
 _RECIPES: dict[str, Callable[[], Recipe]] = {}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from dirprune.lab import checkpoint, runs
 from dirprune.lab.experiment import FREE_TO_CHANGE, Diverged, conduct
-from dirprune.lab.recipes import Recipe
+from dirprune.lab.recipes import Recipe, differing
 from dirprune.lab.runs import Run
 
 
@@ -80,10 +80,9 @@ def _open(plan: Planned) -> Run:
     if not (plan.folder / "config.json").exists():
         return runs.create(plan.folder, plan.recipe)
     run = runs.load(plan.folder)
-    for name in (field.name for field in fields(Recipe) if field.name not in FREE_TO_CHANGE):
-        there, here = getattr(run.recipe, name), getattr(plan.recipe, name)
-        if there != here:
-            raise ValueError(f"{plan.folder} holds a run with {name}={there}, not {here}; give another folder")
+    if other := differing(run.recipe, plan.recipe, FREE_TO_CHANGE):
+        there, here = (getattr(recipe, other[0]) for recipe in (run.recipe, plan.recipe))
+        raise ValueError(f"{plan.folder} holds a run with {other[0]}={there}, not {here}; give another folder")
     return run
 
 
