@@ -164,7 +164,7 @@ def main() -> None:
         work = (options.model, options.batch, options.batches, options.precision)
         here = (where["device"], where["threads"], where["torch"], where["commit"])
         lines = [Row(*work, name, 1000 * value, value / base, *here) for name, value in rows.items()]
-        merge_rows(options.out, Row, lines, key=["model", "batch", "batches", "precision", "hardware"])
+        merge_rows(options.out, Row, lines, key=["model", "batch", "batches", "precision", "hardware", "threads"])
     if device.type == "cuda":
         print(f"most memory: {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
 

@@ -39,6 +39,7 @@ class Row:
     images: int
     batch: int
     precision: str
+    channels_last: bool
     way: str
     points_a_second: float
     over_plain: float
@@ -122,11 +123,22 @@ def main() -> None:
         fastest = 1000 * min([record.seconds for record in fit][1:]) / len(list(loaders.train))
         rate, ratio = 1 / medians[name], medians["plain"] / medians[name]
         print(f"{name:>9}: {rate:8.3f} points a second, {ratio:.2f} × plain; {fastest:.3f} ms a step of the fit")
-        work = (options.model, options.images, options.batch, "bfloat16" if options.bf16 else "float32")
+        work = (
+            options.model,
+            options.images,
+            options.batch,
+            "bfloat16" if options.bf16 else "float32",
+            options.channels_last,
+        )
         here = (where["device"], where["threads"], where["torch"], where["commit"])
         rows.append(Row(*work, name, rate, ratio, fastest, *here))
     if options.out:
-        merge_rows(options.out, Row, rows, key=["model", "images", "batch", "precision", "hardware"])
+        merge_rows(
+            options.out,
+            Row,
+            rows,
+            key=["model", "images", "batch", "precision", "channels_last", "hardware", "threads"],
+        )
 
 
 if __name__ == "__main__":

@@ -69,6 +69,18 @@ class Own(nn.Linear):
     """A user's own layer."""
 
 
+class Striding(nn.Module):
+    """A user's own module with a weight, and a stride that is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.stride, self.head = nn.Parameter(torch.randn(4, 8)), 2, nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.head(inputs @ self.weight.T)
+        return outputs
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "language": Language,
@@ -82,6 +94,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(16, 3),
     ),
     "subclassed": lambda: nn.Sequential(Own(8, 16), nn.ReLU(), nn.Linear(16, 3)),
+    "normed": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 3)),
+    "striding": Striding,
     "twice": lambda: (lambda layer: nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(8, 3)))(nn.Linear(8, 8)),
 }
 PRESET: dict[str, Callable[[], Method]] = {
@@ -123,6 +137,9 @@ def test_the_plain_network_at_the_end_is_the_one_that_was_evaluated(name: str, n
     parameters = dict(model.named_parameters())
     before = trained(model, method)
     weights, zeros = method.weights(), method.sparsity()
+    saved = NETWORKS[network]()
+    saved.load_state_dict(method.plain_state())  # as a checkpoint in the middle of training has it
+    torch.testing.assert_close(answers(saved), before, rtol=1e-5, atol=1e-6)
     method.finish()
     torch.testing.assert_close(answers(model), before, rtol=1e-5, atol=1e-6)
     assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}

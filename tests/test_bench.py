@@ -12,7 +12,7 @@ from torch import nn
 
 from dirprune.lab import bench, models
 from dirprune.lab.recipes import Recipe
-from dirprune.lab.tables import read_rows
+from dirprune.lab.tables import read_rows, write_rows
 
 CPU = torch.device("cpu")
 
@@ -111,7 +111,11 @@ def test_nothing_is_asked_of_a_cpu_or_of_half_a_pair() -> None:
 
 def test_measuring_one_network_keeps_the_rows_of_the_others(tmp_path: Path) -> None:
     first, second = pair((1.0, 1, 0), (1, 1, 0)), pair((2.0, 1, 0), (2, 1, 0), model="vgg16")
+    path = tmp_path / "bench.csv"
     for costs in (first, second, [replace(cost, ms=3.0) for cost in first]):
-        bench.write(costs, tmp_path / "bench.csv", CPU)
-    rows = read_rows(tmp_path / "bench.csv", bench.Measured)
+        bench.write(costs, path, CPU)
+    rows = read_rows(path, bench.Measured)
     assert [(row.model, row.ms) for row in rows] == [("vgg16", 2.0)] * 2 + [("wrn28x10", 3.0)] * 2
+    write_rows(path, bench.Measured, [replace(row, hardware="another") for row in rows])
+    bench.write(first, path, CPU)
+    assert len(read_rows(path, bench.Measured)) == 6

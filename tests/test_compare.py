@@ -376,6 +376,7 @@ def test_the_tables_stand_for_runs_that_are_elsewhere(tmp_path: Path, monkeypatc
         "magnitude-sparsity0.5-s0",
         "magnitude-sparsity0.8-s0",
     }
+    runs.create(there / "runs" / "sgd-s0", trials_of(methods=("sgd",))[0].recipe)  # begun there, and ended elsewhere
     comparison.write(comparison.read(there), there, [0.5])
     assert len(read_rows(there / "comparison.csv", comparison.Row)) == len(whole) + 2
     with pytest.raises(ValueError, match=r"comparison.csv has runs of resnet18-cifar10 .*epochs=4.*epochs=9"):

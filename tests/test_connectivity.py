@@ -349,6 +349,7 @@ def test_networks_with_shared_weights_are_joined(tmp_path: Path) -> None:
     first = next(row for row in table(tmp_path / "job" / "profile.csv") if row["path"] == "curve")
     # The statistics are those of all the training data here, and an average over the last steps there.
     assert float(first["test_loss"]) == pytest.approx(own_loss, rel=0.2)
+    assert torch.equal(network.again.weight, network.first.weight)
 
 
 def test_a_state_with_a_name_too_many_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 from dirprune.basis import inner
+from dirprune.batches import examples_in
 from dirprune.curvature import (
     HessianOperator,
     MatrixOperator,
@@ -273,6 +274,7 @@ def test_shared_layers_and_tied_weights(compiled: bool, kind: str, quick_compile
     assert len(quick_compiler) == compiled
 
 
+@pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("dim", [0, 1, None])
 def test_weight_norms_have_the_derivative_of_their_gradient(dim: int | None) -> None:
     """Against central differences of the gradient: torch's own second derivative of dim=0 is not even symmetric."""
@@ -293,8 +295,15 @@ def test_weight_norms_have_the_derivative_of_their_gradient(dim: int | None) -> 
                 sides.append(gradient())
             entry += step
             columns.append((sides[0] - sides[1]) / (2 * step))
-    found = HessianOperator(model, nn.CrossEntropyLoss(), batches) @ torch.eye(len(columns)).double()
-    torch.testing.assert_close(found, torch.stack(columns, dim=1), rtol=1e-6, atol=1e-8)
+    expected, vectors = torch.stack(columns, dim=1), torch.eye(len(columns)).double()
+    found = HessianOperator(model, nn.CrossEntropyLoss(), batches) @ vectors
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    op = HessianOperator(model, nn.CrossEntropyLoss(), batches, compiled=True)
+    if dim is None:  # torch cannot compile the norm of all elements
+        with pytest.raises(NotImplementedError, match="leave compiled out"):
+            op @ vectors
+    else:
+        torch.testing.assert_close(op @ vectors, expected, rtol=1e-6, atol=1e-8)
 
 
 class Nested(nn.Module):
@@ -322,6 +331,34 @@ def test_inputs_outputs_and_targets_may_be_nested(form: str, kind: str) -> None:
         nested, lambda z, y: loss_fn(z[key], y[key]), [(wrapped(x), wrapped(y)) for x, y in batches], kind=kind
     )
     torch.testing.assert_close(dense(op), dense(HessianOperator(model, loss_fn, batches, kind=kind)))
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+def test_numbers_in_a_nesting_may_be_targets_of_compiled_products(kind: str) -> None:
+    batches = [(x, {"y": torch.rand(len(x), 3).double(), "class": y}) for x, y in unequal_batches(4)]
+
+    def loss_fn(outputs: Tensor, targets: dict[str, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(outputs, targets["y"]) + nn.functional.cross_entropy(outputs, targets["class"])
+
+    model = mlp()
+    ops = [HessianOperator(model, loss_fn, batches, kind=kind, compiled=compiled) for compiled in (False, True)]
+    torch.testing.assert_close(dense(ops[1]), dense(ops[0]))
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        ([torch.zeros(5, 4), torch.zeros(3, 4)], "parts of 3 and 5 examples"),
+        ({"a": torch.zeros(2), "b": torch.zeros(4)}, "parts of 2 and 4 examples"),
+        (torch.tensor(1.0), "Tensor without a length"),
+        (None, "NoneType without a length"),
+        ({}, "parts of no examples"),
+    ],
+)
+def test_targets_that_do_not_tell_the_number_of_examples_are_refused(targets: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        examples_in(targets)
 
 
 def test_gauss_newton_needs_outputs_that_it_can_see() -> None:

@@ -490,7 +490,10 @@ def test_a_users_callable_gets_the_classes_as_it_wants_them(attribute: str, shap
 
 
 def test_a_users_module_may_lie_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "net_right_here.py").write_text("from torch import nn\ndef net(classes): return nn.Linear(2, classes)")
+    (tmp_path / "part_of_it.py").write_text("from torch.nn import Linear")
+    (tmp_path / "net_right_here.py").write_text(
+        "def net(classes):\n    from part_of_it import Linear\n    return Linear(2, classes)"
+    )
     (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')")  # nothing else is taken from there
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)

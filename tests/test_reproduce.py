@@ -470,7 +470,7 @@ def small(num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
 
 
-BREAKS = [True, False]
+BREAKS: list[bool] = []
 
 
 def at_first_breaking(num_classes: int) -> nn.Module:
@@ -520,11 +520,14 @@ def test_training_that_is_stopped_is_in_the_ledger_and_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(series, "series", interrupted)
-        stopped = call(*command)
+        stopped = call(*command, "--keep", "1")
     assert stopped.exit_code == 130
     assert "Stopped with 1 of 2 runs at their end; the same command goes on." in stopped.stderr
     assert [epochs for _, epochs in names_and_epochs(tmp_path / "results")] == [3, 2]
-    assert call(*command).exit_code == 0
+    assert call(*command, "--keep", "2").exit_code == 0
+    second = runs.load(tmp_path / "runs" / runs.default_name(TWO[1]))
+    assert second.recipe.keep == (1, 2)  # what was asked for first, and then
+    assert checkpoint.epochs(second.checkpoints) == [1, 2, 3]
     other = tmp_path / "other"
     assert call(*command, "--results", other, "--runs", other).exit_code == 0
     whole, pieces = (ledger.read(results) for results in (other, tmp_path / "results"))
@@ -535,10 +538,11 @@ def test_a_run_that_diverges_is_told_and_the_next_one_trained(
     tmp_path: Path, command: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = [replace(recipe, model="test_reproduce:at_first_breaking") for recipe in TWO]
+    BREAKS[:] = [True, False]
     monkeypatch.setattr(reproduce, "wanted", lambda *_, **__: broken)
     result = call(*command)
     assert result.exit_code == 0
-    assert "the training loss became nan in step 2 of epoch 2. The other runs go on." in result.stderr
+    assert "the training loss became nan in step 2 of epoch 2. The other runs go on" in result.stderr
     assert [epochs for _, epochs in names_and_epochs(tmp_path / "results")] == [1, 3]
 
 
@@ -557,6 +561,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path, command: list[Any]) 
     result = call(*command)
     assert result.exit_code == 1
     assert "holds a run with lr=0.5, not 0.1; give another folder" in result.stderr
+    assert ledger.read(tmp_path / "results") == []
 
 
 def test_with_nothing_missing_there_is_nothing_to_train(

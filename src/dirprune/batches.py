@@ -38,17 +38,34 @@ def pairs(batches: Iterable[Any], name: str) -> Iterator[Batch]:
 def examples_in(targets: Any) -> int:
     """Return the number of examples: the length of the targets, or that of the tensors in them.
 
+    Raises:
+        ValueError: several tensors of different lengths, or what has no length.
+
     >>> examples_in(torch.zeros(5)), examples_in({"class": torch.zeros(5)}), examples_in((torch.zeros(5, 2),) * 2)
     (5, 5, 5)
     >>> examples_in([{"boxes": torch.zeros(7, 4)}, {"boxes": torch.zeros(2, 4)}])          # a list of examples
     2
     """
-    if isinstance(targets, Mapping) and targets:
-        return examples_in(next(iter(targets.values())))
-    if isinstance(targets, tuple | list) and all(isinstance(each, Tensor) and each.ndim for each in targets):
-        lengths = {len(each) for each in targets}
-        return lengths.pop() if len(lengths) == 1 else len(targets)
-    return len(targets)
+    if isinstance(targets, Mapping):
+        return _common_length(targets.values())
+    if isinstance(targets, tuple | list) and any(isinstance(each, Tensor) for each in targets):
+        return _common_length(targets)
+    try:
+        return len(targets)
+    except TypeError as error:
+        raise ValueError(
+            f"the targets are {type(targets).__name__} without a length; their first dimension must count the examples"
+        ) from error
+
+
+def _common_length(parts: Iterable[Any]) -> int:
+    lengths = {examples_in(part) for part in parts}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"the targets hold parts of {' and '.join(map(str, sorted(lengths))) or 'no'} examples; give every part "
+            "one entry an example, or a list with a dict for each example"
+        )
+    return lengths.pop()
 
 
 def moved(data: Any, device: torch.device) -> Any:
@@ -57,6 +74,8 @@ def moved(data: Any, device: torch.device) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(device, non_blocking=True)
+        if isinstance(leaf, Mapping):  # some move in place, and these are the user's own
+            return {key: moved(value, device) for key, value in leaf.items()}
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
     # What moves itself does so as a whole: of a PackedSequence a part must stay on the host.

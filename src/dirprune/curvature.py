@@ -268,7 +268,7 @@ class LanczosStep:
         values, turn = values.to(vectors), turn.to(vectors)
         vectors, products = vectors @ turn, products @ turn
         residuals = torch.linalg.vector_norm(products - vectors * values, dim=0)
-        names = getattr(op, "names", None)
+        names = getattr(operator_of(op), "names", None)  # older tensors have names of their own
         return Eigenpairs(values * unit, vectors, residuals * unit, self.iterations, names and tuple(names))
 
 

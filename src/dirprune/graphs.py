@@ -33,10 +33,12 @@ def record(
     with _fastest_kernels():
         aside = _aside(torch.cuda.current_device())
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(_REHEARSALS):
-                (rehearse or work)()
-        torch.cuda.current_stream().wait_stream(aside)
+        try:
+            with torch.cuda.stream(aside):
+                for _ in range(_REHEARSALS):
+                    (rehearse or work)()
+        finally:  # a caller may go on after an error, and write to what was launched here
+            torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         # thread_local: a loader's thread may use the device meanwhile.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

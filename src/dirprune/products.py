@@ -55,7 +55,8 @@ class PlainWeightNorm(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch._weight_norm:
             v, g, dim = args
-            return v * (g / torch.norm_except_dim(v, 2, dim))
+            others = [d for d in range(v.ndim) if d != dim]  # -1 stands for none: one norm of all
+            return v * (g / torch.linalg.vector_norm(v, dim=others, keepdim=dim != -1))
         return func(*args, **(kwargs or {}))
 
 
@@ -80,7 +81,8 @@ def forward_product(model: nn.Module, loss_fn: Loss, kind: Kind, autocast: torch
         def network(w: Weights) -> Any:
             # Copies: a module may write to its buffers even in eval mode, and no transform lets it write to outer ones.
             copies = {name: buffer.clone() for name, buffer in buffers.items()}
-            return outputs_of(model_at, {**w, **copies}, inputs, autocast)
+            with PlainWeightNorm():
+                return outputs_of(model_at, {**w, **copies}, inputs, autocast)
 
         # Zeros for the rest: torch cannot compile the forward mode of a BatchNorm that has it in some arguments only.
         whole = {name: vector[name] if name in vector else torch.zeros_like(w) for name, w in weights.items()}
@@ -112,9 +114,15 @@ def _along(function: Callable[[Any, Any], Any], point: Any, tangent: Any, target
     Targets that are not class numbers get a tangent too, of zeros: without one torch's forward mode of a squared error
     fails.
     """
-    if isinstance(targets, Tensor) and targets.is_floating_point():
-        return jvp(function, (point, targets), (tangent, torch.zeros_like(targets)))[1]
-    return jvp(lambda p: function(p, targets), (point,), (tangent,))[1]
+    leaves, form = tree_flatten(targets)
+    soft = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+    def at(p: Any, given: list[Tensor]) -> Any:
+        found = dict(zip(soft, given, strict=True))
+        return function(p, tree_unflatten([found.get(i, leaf) for i, leaf in enumerate(leaves)], form))
+
+    known = [leaves[i] for i in soft]
+    return jvp(at, (point, known), (tangent, [torch.zeros_like(leaf) for leaf in known]))[1]
 
 
 def _vjp(outputs: Pieces, inputs: Pieces, vectors: Pieces, *, create_graph: bool = False) -> Pieces:

@@ -261,11 +261,11 @@ class Measured(Cost):
 
 
 def write(costs: Sequence[Cost], path: Path, device: torch.device) -> None:
-    """Write the costs to a CSV file; those of other networks in it stay."""
+    """Write the costs to a CSV file; those of other networks and of other hardware in it stay."""
     where = environment(device)
     told = {key: where[key] for key in ("torch", "commit", "command")}
     rows = [Measured(**cost.to_dict(), hardware=where["device"], **told) for cost in costs]
-    merge_rows(path, Measured, rows, key=("model", "batch_size", "optimizer"))
+    merge_rows(path, Measured, rows, key=("model", "batch_size", "optimizer", "hardware"))
 
 
 def _floor_ms(model: str, workload: Workload, batch_size: int) -> float:

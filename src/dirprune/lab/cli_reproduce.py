@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -91,13 +92,20 @@ def _train_missing(
     steps = series(planned, device=device_of(device), root=root, stopping=interruption)
     titles = [f"{recipe.name} {recipe.setting} seed {recipe.seed}" for recipe in missing]
 
+    begun: dict[Path, None] = {}
+
+    def noting(steps: Iterable[Step]) -> Iterator[Step]:
+        for step in steps:
+            begun[step.run.folder] = None
+            yield step
+
     def ended(step: Step) -> None:
         ledger.collect([step.run.folder], results)
         outcome = step.run.outcome()
         if outcome and outcome.diverged:
-            say(f"{step.run.folder}: {outcome.diverged}. The other runs go on.")
+            say(f"{step.run.folder}: {outcome.diverged}. The other runs go on; with --seeds 2 it gets another seed.")
 
     try:
-        follow_series(steps, titles, [recipe.epochs for recipe in missing], interruption, ended=ended)
+        follow_series(noting(steps), titles, [recipe.epochs for recipe in missing], interruption, ended=ended)
     finally:
-        ledger.collect([p.folder for p in planned if (p.folder / "metrics.jsonl").exists()], results)
+        ledger.collect([folder for folder in begun if (folder / "metrics.jsonl").exists()], results)

@@ -185,14 +185,14 @@ def read(out: Path) -> list[Ended]:
 
 
 def noted(out: Path) -> list[Ended]:
-    """Return the runs that the tables of a folder know and whose own folders are gone."""
+    """Return the runs that the tables of a folder know, and that have not ended in it."""
     layers: dict[str, list[LayerRow]] = {}
     for line in read_rows(out / "layers.csv", LayerRow):
         layers.setdefault(line.run, []).append(line)
     return [
         Ended(row, tuple(LayerBar(row.title, bar.layer, bar.kind, bar.sparsity) for bar in layers.get(row.run, ())))
         for row in read_rows(out / "comparison.csv", Row)
-        if not (out / "runs" / row.run).exists()
+        if not (out / "runs" / row.run / "outcome.json").exists()
     ]
 
 

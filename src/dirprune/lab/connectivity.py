@@ -36,7 +36,6 @@ from dirprune.lab.connectivity_files import (
 )
 from dirprune.lab.data import EVALUATION_BATCH
 from dirprune.lab.files import write_json
-from dirprune.lab.projection import parameters_of
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.tables import read_rows, write_rows
@@ -249,7 +248,7 @@ def _endpoint(run: runs.Run, epoch: int | None, model: nn.Module) -> tuple[int, 
     found, state = runs.weights_of(run, epoch)
     # The whole state is compared, with buffers and the second names of shared weights: another architecture is refused.
     check_alike(model.state_dict(), state, f"the network {run.recipe.model!r}", str(run.folder))
-    put(model, parameters_of(model, state))
+    put(model, runs.parameters_of(model, state))
     return found, take(model)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
@@ -57,6 +58,13 @@ def _name(row: ProjectionRow) -> str:
     return f"gRDA c = {row.c:g}, μ = {row.mu:g}"
 
 
+def _directional(k: int, ks: Sequence[int]) -> tuple[str, Any, str]:
+    """Return name, colour and marker of a number of eigenvectors: the more are known, the darker."""
+    place = ks.index(k)
+    shade = colormaps["plasma"](0.9 * (1 - place / max(len(ks) - 1, 1)))
+    return f"directional, k = {k}", shade, _MARKERS[place % len(_MARKERS)]
+
+
 @styled
 def score_figure(rows: Sequence[ScoreRow]) -> Figure:
     """Draw training loss and test accuracy against sparsity, a line a method and number of eigenvectors."""
@@ -67,9 +75,7 @@ def score_figure(rows: Sequence[ScoreRow]) -> Figure:
     ks = sorted({row.k for row in measured if row.method == "directional"})
     for method, k in dict.fromkeys((row.method, row.k) for row in measured):
         own = [row for row in measured if (row.method, row.k) == (method, k)]
-        place = ks.index(k) if method == "directional" else 0
-        ordered = colormaps["plasma"](0.9 * (1 - place / max(len(ks) - 1, 1)))  # the more are known, the darker
-        label, shade, marker = _OTHERS.get(method) or (f"directional, k = {k}", ordered, _MARKERS[place % 6])
+        label, shade, marker = _OTHERS.get(method) or _directional(k, ks)
         x = [100 * row.sparsity for row in own]
         loss.plot(x, [row.train_loss for row in own], marker=marker, markersize=3, color=shade, label=label)
         accuracy.plot(x, [row.test_accuracy for row in own], marker=marker, markersize=3, color=shade)

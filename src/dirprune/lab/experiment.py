@@ -355,18 +355,16 @@ def _save(run: Run, epoch: int, parts: Parts, method: Method) -> None:
 
     Where that is not what is trained (a method keeps other tensors in its place), ``training`` holds the latter.
     """
-    training, weights = parts.model.state_dict(), method.weights()
-    parameters = {name for name, _ in parts.model.named_parameters()}
+    training, plain = parts.model.state_dict(), method.plain_state()
     state = {
         "epoch": epoch,
         "recipe": _plain(run.recipe),
-        "model": training,
+        "model": plain,
         "optimizer": parts.optimizer.state_dict(),
         "method": method.state_dict(),
     }
-    if weights.keys() != parameters:
-        buffers = {name: tensor for name, tensor in training.items() if name not in parameters}
-        state |= {"model": buffers | weights, "training": training}
+    if plain.keys() != training.keys():
+        state["training"] = training
     checkpoint.save(run.checkpoints, epoch, state)
     checkpoint.prune(run.checkpoints, keep=run.recipe.keep)
 

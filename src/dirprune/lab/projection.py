@@ -6,15 +6,14 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dirprune.curvature import Eigenpairs
 from dirprune.direction import eigenspace_share
 from dirprune.lab import checkpoint
-from dirprune.lab.runs import Run, environment, weights_of
+from dirprune.lab.runs import Run, environment, parameters_of, weights_of
 from dirprune.lab.spectrum import Journal, Lanczos, Progress, Subject, leading_eigenpairs, subject
 from dirprune.lab.tables import read_rows, settle, write_rows
 from dirprune.weights import flatten, take
@@ -199,11 +198,6 @@ def _measure(run: Run, epoch: int, bench: Subject, pairs: Eigenpairs, goal: floa
         converged=worst <= goal,
         examples=bench.curved.examples,
     )
-
-
-def parameters_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the parameters in a model state, in the model's order and without the buffers."""
-    return {name: state[name] for name, _ in model.named_parameters()}
 
 
 def _eigenvalues(epoch: int, pairs: Eigenpairs) -> list[EigenvalueRow]:

@@ -222,7 +222,8 @@ def _norms(groups: dict[Setting, list[Trajectory]]) -> str:
 
 def _costs(bench: Path) -> str:
     """Return the paper's table on wall time and memory with ours beside it."""
-    measured = {(row.model, row.batch_size, row.optimizer): row for row in read_rows(bench, Measured)}
+    on_gpus = [row for row in read_rows(bench, Measured) if row.floor_ms is not None]
+    measured = {(row.model, row.batch_size, row.optimizer): row for row in on_gpus}
     theirs = {(cost.model, cost.batch_size, cost.optimizer): cost for cost in published.costs()}
     rows = []
     for key, cost in theirs.items():

@@ -21,14 +21,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import dirprune
 from dirprune import SparsityReport
@@ -190,6 +191,15 @@ def create(folder: Path, recipe: Recipe) -> Run:
     return Run(folder, recipe)
 
 
+def keeping(run: Run, epochs: Sequence[int]) -> Run:
+    """Return the run with these among the epochs whose checkpoints stay, in its config.json too."""
+    if set(epochs) <= set(run.recipe.keep):
+        return run
+    recipe = replace(run.recipe, keep=tuple(sorted({*run.recipe.keep, *epochs})))
+    write_json(run.folder / "config.json", recipe.to_dict())
+    return replace(run, recipe=recipe)
+
+
 def default_name(recipe: Recipe) -> str:
     """Return a folder name that tells a run from its siblings, e.g. vgg16-cifar10-grda-c0.0005-mu0.6-s0."""
     if recipe.method:
@@ -233,6 +243,11 @@ def weights_of(run: Run, epoch: int | None = None) -> tuple[int, dict[str, Any]]
     if found is None:
         raise FileNotFoundError(f"{run.folder} has no checkpoint yet; `dirprune resume {run.folder}` goes on training")
     return found[0], found[1]["model"]
+
+
+def parameters_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the parameters in a model state, in the model's order and without the buffers."""
+    return {name: state[name] for name, _ in model.named_parameters()}
 
 
 def environment(device: torch.device, world_size: int = 1) -> dict[str, Any]:

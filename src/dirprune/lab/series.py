@@ -69,21 +69,21 @@ def series(
                     run.discard()  # it would stand in the way of what is tried instead
                 raise
             if run.outcome() is not None:
-                checkpoint.prune(run.checkpoints, keep=plan.recipe.keep, last=1)  # nobody goes back from here
+                checkpoint.prune(run.checkpoints, keep=run.recipe.keep, last=1)  # nobody goes back from here
         if run.outcome() is None:  # it was asked to stop
             return
         yield Step(number, run, plan.recipe.epochs, ended=True)
 
 
 def _open(plan: Planned) -> Run:
-    """Return the run that is planned, made if it is not there."""
+    """Return the run that is planned, made if it is not there; one that is keeps what either asks to be kept."""
     if not (plan.folder / "config.json").exists():
         return runs.create(plan.folder, plan.recipe)
     run = runs.load(plan.folder)
     if other := differing(run.recipe, plan.recipe, FREE_TO_CHANGE):
         there, here = (getattr(recipe, other[0]) for recipe in (run.recipe, plan.recipe))
         raise ValueError(f"{plan.folder} holds a run with {other[0]}={there}, not {here}; give another folder")
-    return run
+    return runs.keeping(run, plan.recipe.keep)
 
 
 def _clear(recipe: Recipe) -> None:

@@ -64,12 +64,12 @@ _CONTESTANTS = (
     Contestant("grda", "gRDA", "grda", "one more vector of weights, the accumulator"),
     Contestant("sgd", "SGD (dense)", "sgd", "nothing: it prunes nothing"),
     Contestant("rda", "RDA (ℓ₁)", "rda", "one more vector of weights, the accumulator"),
-    Contestant("magnitude", "magnitude", "magnitude", "a sort of each layer's weights every 100 steps"),
+    Contestant("magnitude", "magnitude", "magnitude", "a sort of each layer's weights every 100 steps or less"),
     Contestant(
         "magnitude-global",
         "magnitude, global",
         "magnitude",
-        "a sort of all weights every 100 steps",
+        "a sort of all weights every 100 steps or less",
         options=(("allocation", "global"),),
     ),
     Contestant(
@@ -85,7 +85,7 @@ _CONTESTANTS = (
         "variational-dropout",
         "twice the parameters, and a second product in every layer",
     ),
-    Contestant("rigl", "RigL", "rigl", "two sorts of each layer every 100 steps"),
+    Contestant("rigl", "RigL", "rigl", "two sorts of each layer every 100 steps or less"),
     Contestant(
         "amc",
         "AMC",

@@ -47,7 +47,8 @@ def describe(weights: Mapping[str, Weight]) -> Tensor:
     for place, weight in enumerate(weights.values(), start=1):
         outputs, inputs = weight.parameter.shape[:2]
         kernel = weight.parameter[0, 0].numel()
-        stride = getattr(weight.places[0][0], "stride", (1,))[0]
+        stride = getattr(weight.places[0][0], "stride", 1)
+        stride = stride[0] if isinstance(stride, tuple) else stride
         size = weight.parameter.numel()
         rows.append([place, weight.parameter.dim() == 2, outputs, inputs, kernel, stride, size])
     features = torch.tensor(rows, dtype=torch.float32)

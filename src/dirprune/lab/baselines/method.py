@@ -7,8 +7,8 @@ A method is made with its options, attached to a model and its optimizer, and ma
 - between steps, by `Method.after_step`, where any Python may run, again in place on the same tensors;
 - at the end, by `Method.finish`, after which the model is a plain one, with its zeros in its weights.
 
-What methods prune layer by layer are the trainable weights (`prunable`): biases, the scales of normalisation and what
-is frozen stay as they are. A preset sparsity is a fraction of those weights.
+What methods prune layer by layer are the trainable weights (`prunable`): biases and other vectors, and what is frozen,
+stay as they are. A preset sparsity is a fraction of those weights.
 """
 
 from __future__ import annotations
@@ -81,6 +81,11 @@ class Method:
         """Return the weights that the network computes with, by the names they have when the method is finished."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
+    def plain_state(self) -> dict[str, Tensor]:
+        """Return the state of the plain network that is evaluated, tied weights under all of their names."""
+        state: dict[str, Tensor] = self.model.state_dict()
+        return state
+
     def sparsity(self) -> SparsityReport:
         """Return the zeros of the weights that the network computes with."""
         return sparsity(self.weights())
@@ -100,6 +105,31 @@ class Method:
             raise ValueError(f"state has {sorted(state)}, and {self.name} needs {sorted(own)}; attach as when saving")
         for key, tensor in own.items():
             tensor.copy_(state[key])
+
+
+class Reparametrised(Method):
+    """A method that trains other tensors in the place of weights, for which the network computes with `replaced`."""
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
+        super().attach(model, optimizer, steps=steps, examples=examples)
+        self._plain = dict(model.named_parameters(remove_duplicate=False))
+        self._buffers = [name for name in model.state_dict() if name not in self._plain]
+
+    def replaced(self) -> list[tuple[Weight, Tensor]]:
+        """Return the weights that are not what is trained, with what they come to."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor]:
+        replaced = {weight.name: tensor for weight, tensor in self.replaced()}
+        first = {id(p): name for name, p in reversed(self._plain.items())}
+        return {name: replaced.get(name, p.detach()) for name, p in self._plain.items() if first[id(p)] == name}
+
+    def plain_state(self) -> dict[str, Tensor]:
+        weights, state = self.weights(), self.model.state_dict()
+        first = {id(p): name for name, p in reversed(self._plain.items())}
+        plain = {name: weights[first[id(p)]] for name, p in self._plain.items()}
+        return {name: state[name] for name in self._buffers} | plain
 
 
 def prunable(model: nn.Module) -> dict[str, Weight]:

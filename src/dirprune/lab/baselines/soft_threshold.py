@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from dirprune.lab.baselines.method import Method, Weight, prunable
+from dirprune.lab.baselines.method import Reparametrised, Weight, prunable
 
 
 class SoftThreshold(nn.Module):
@@ -40,7 +40,7 @@ class SoftThreshold(nn.Module):
         return v.sign() * (v.abs() - self.s.sigmoid()).relu()
 
 
-class Str(Method):
+class Str(Reparametrised):
     """Learned thresholds.
 
     Args:
@@ -69,7 +69,6 @@ class Str(Method):
 
     def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
         super().attach(model, optimizer, steps=steps, examples=examples)
-        self._plain = dict(model.named_parameters())
         for weight in prunable(model).values():
             if any(isinstance(module, nn.RNNBase) for module, _ in weight.places):
                 continue
@@ -84,16 +83,13 @@ class Str(Method):
             group["c"] = 0.0  # gRDA must not threshold the thresholds
         optimizer.add_param_group(group)
 
-    @torch.no_grad()
-    def weights(self) -> dict[str, Tensor]:
-        thresholded = {weight.name: map_(weight.parameter) for weight, map_ in self.thresholded}
-        return {name: thresholded.get(name, p.detach()) for name, p in self._plain.items()}
+    def replaced(self) -> list[tuple[Weight, Tensor]]:
+        return [(weight, map_(weight.parameter)) for weight, map_ in self.thresholded]
 
+    @torch.no_grad()
     def finish(self) -> None:
-        final = self.weights()
-        for weight, _ in self.thresholded:
+        for weight, final in self.replaced():
             for module, attribute in weight.places:
                 parametrize.remove_parametrizations(module, attribute, leave_parametrized=False)
-            with torch.no_grad():  # once, whatever the number of places
-                weight.parameter.copy_(final[weight.name])
+            weight.parameter.copy_(final)  # once, whatever the number of places
         self.thresholded = []

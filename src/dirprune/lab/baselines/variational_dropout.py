@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, softplus
 from torch.optim import Optimizer
 
-from dirprune.lab.baselines.method import Method, Weight, check_fraction, prunable
+from dirprune.lab.baselines.method import Reparametrised, Weight, check_fraction, prunable
 
 LOG_ALPHA_LIMIT = 3.0
 _K1, _K2, _K3 = 0.63576, 1.87320, 1.48695
@@ -96,12 +96,16 @@ def twin(kind: type[nn.Module]) -> type[Variational]:
 
 
 def has_twin(layer: nn.Module) -> bool:
-    """Return whether a layer is linear or a convolution and computes as torch's own do.
+    """Return whether a layer is linear or a convolution and computes as torch's own do, whatever its class.
 
     >>> has_twin(nn.Conv2d(1, 1, 1)), has_twin(nn.ConvTranspose2d(1, 1, 1))
     (True, False)
     """
-    return any(isinstance(layer, kind) and type(layer).forward is kind.forward for kind in _LAYERS)
+    ways = ("forward", "_conv_forward")
+    return any(
+        isinstance(layer, kind) and all(getattr(type(layer), way, None) is getattr(kind, way, None) for way in ways)
+        for kind in _LAYERS
+    )
 
 
 def make_variational(layer: nn.Module, rho: nn.Parameter, *, scale: float) -> Variational:
@@ -119,7 +123,7 @@ def make_plain(layer: Variational) -> None:
     layer.__class__ = layer.plain  # type: ignore[assignment]
 
 
-class VariationalDropout(Method):
+class VariationalDropout(Reparametrised):
     """Sparse variational dropout.
 
     Args:
@@ -155,15 +159,14 @@ class VariationalDropout(Method):
 
     def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
         super().attach(model, optimizer, steps=steps, examples=examples)
-        self._plain = dict(model.named_parameters())
         scale = math.sqrt(self.pace * examples)
         # torch's attention multiplies by the weights of its layers itself.
         inside = {
             c for module in model.modules() if isinstance(module, nn.MultiheadAttention) for c in module.children()
         }
         for weight in prunable(model).values():
-            layers = [module for module, _ in weight.places]
-            if all(has_twin(layer) and layer not in inside for layer in layers):
+            layers = [layer for layer, attribute in weight.places if attribute == "weight" and has_twin(layer)]
+            if len(layers) == len(weight.places) and not inside.intersection(layers):
                 rho = nn.Parameter(torch.full_like(weight.parameter, self.start / scale))
                 self.noisy.append((weight, [make_variational(layer, rho, scale=scale) for layer in layers]))
         if not self.noisy:
@@ -185,18 +188,16 @@ class VariationalDropout(Method):
         rise = min(1.0, step / (self.anneal * self.steps)) if self.anneal else 1.0
         self._share.fill_(self.beta * rise / self.examples)
 
-    @torch.no_grad()
-    def weights(self) -> dict[str, Tensor]:
-        pruned = {weight.name: layers[0].pruned_weight() for weight, layers in self.noisy}
-        return {name: pruned.get(name, p.detach()) for name, p in self._plain.items()}
+    def replaced(self) -> list[tuple[Weight, Tensor]]:
+        return [(weight, layers[0].pruned_weight()) for weight, layers in self.noisy]
 
+    @torch.no_grad()
     def finish(self) -> None:
-        final = self.weights()
-        for weight, layers in self.noisy:
+        for weight, final in self.replaced():
+            weight.parameter.copy_(final)
+        for _, layers in self.noisy:
             for layer in layers:
                 make_plain(layer)
-            with torch.no_grad():
-                weight.parameter.copy_(final[weight.name])
         self.noisy = []
 
     def state_dict(self) -> dict[str, Tensor]:

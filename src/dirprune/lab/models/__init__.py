@@ -75,7 +75,8 @@ def _build_own(spec: str, classes: int) -> nn.Module:
         raise ValueError(f"model={spec!r}: {attribute!r} in {module_name!r} {found}; name a function or class there")
     arguments = _class_argument(spec, make, classes)
     try:
-        model = make(**arguments)
+        with _current_folder():  # what it may import when it is called
+            model = make(**arguments)
     except Exception as error:
         raise _at_fault(spec, error) from error
     if not isinstance(model, nn.Module):
