@@ -18,7 +18,18 @@ from test_cli import call
 from test_train import Breaking
 from torch import nn
 
-from dirprune.lab import checkpoint, console, ledger, published, recipes, reproduce, reproduction_page, runs, series
+from dirprune.lab import (
+    checkpoint,
+    console,
+    ledger,
+    published,
+    recipes,
+    reproduce,
+    reproduction_page,
+    reproduction_plots,
+    runs,
+    series,
+)
 from dirprune.lab.published import Estimate, PublishedCell, Setting
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.train import EpochRecord
@@ -331,6 +342,16 @@ def test_the_page_shows_ours_beside_the_paper_s(tmp_path: Path) -> None:
     figures = {path.name for path in (docs / "figures").iterdir()}
     assert all(f"(figures/{name})" in text for name in figures)
     assert text.count("](figures/") == len(figures) == 4
+
+
+def test_a_figure_says_how_far_our_runs_have_come() -> None:
+    bands = published.bands("vgg16-cifar10")
+    sgd, mu6 = (setting for setting, metric in bands if metric == "sparsity" and str(setting) in ("SGD", "gRDA μ=0.6"))
+    ours = {(sgd, "train_loss"): [([1, 2], [2.0, 1.0])], (mu6, "train_loss"): [([1, 600], [2.0, 1.0])]}
+    titles = [axes.get_title() for axes in reproduction_plots.trajectories(bands, ours).axes[:5]]
+    assert "SGD, epoch 2 so far" in titles
+    assert "gRDA μ=0.6" in titles
+    assert "gRDA μ=0.7, no run yet" in titles
 
 
 def test_a_page_without_runs_says_so(tmp_path: Path) -> None:

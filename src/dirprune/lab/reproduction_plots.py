@@ -33,7 +33,7 @@ def trajectories(
 
     Args:
         bands: what was published: the range over runs is shaded, their mean dashed.
-        ours: one curve a seed, drawn over it; the head of a column without any says so.
+        ours: one curve a seed, drawn over it; the head of a column without any, or of unfinished ones, says so.
     """
     settings = list(dict.fromkeys(setting for setting, _ in bands))
     figure, every = plots.panels(len(METRICS) * len(settings), columns=len(settings), size=(1.75, 1.4))
@@ -43,7 +43,7 @@ def trajectories(
         _scale(axes, metric, [band for (_, name), band in bands.items() if name == metric])
         first, top, bottom = i % len(settings) == 0, i < len(settings), i >= len(every) - len(settings)
         axes.set(
-            title=f"{setting}{'' if (setting, metric) in ours else ', no run yet'}" if top else "",
+            title=f"{setting}{_progress(bands[setting, metric], ours.get((setting, metric), ()))}" if top else "",
             xlabel="epoch" if bottom else "",
             ylabel=LABELS[metric] if first else "",
         )
@@ -88,6 +88,14 @@ def _compare(axes: Axes, band: Band | None, ours: Sequence[Curve]) -> None:
         axes.plot(*curve, color=plots.colour(OURS), linewidth=0.6, alpha=0.8, label="a run of ours")
     if band is not None:
         plots.draw_published(axes, (band.epochs, band.mean), label="their mean", index=THEIRS)
+
+
+def _progress(band: Band, ours: Sequence[Curve]) -> str:
+    """Return what a title adds about runs that are not there, or not at their end."""
+    if not ours:
+        return ", no run yet"
+    furthest = max(int(max(epochs)) for epochs, _ in ours)
+    return "" if furthest >= band.epochs[-1] else f", epoch {furthest} so far"
 
 
 def _scale(axes: Axes, metric: str, bands: Sequence[Band]) -> None:
