@@ -112,8 +112,10 @@ class Reparametrised(Method):
 
     def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
         super().attach(model, optimizer, steps=steps, examples=examples)
-        self._plain = dict(model.named_parameters(remove_duplicate=False))
-        self._buffers = [name for name in model.state_dict() if name not in self._plain]
+        self._plain = dict(model.named_parameters())
+        first = {id(p): name for name, p in self._plain.items()}
+        self._names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        self._buffers = [name for name in model.state_dict() if name not in self._names]
 
     def replaced(self) -> list[tuple[Weight, Tensor]]:
         """Return the weights that are not what is trained, with what they come to."""
@@ -122,13 +124,11 @@ class Reparametrised(Method):
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
         replaced = {weight.name: tensor for weight, tensor in self.replaced()}
-        first = {id(p): name for name, p in reversed(self._plain.items())}
-        return {name: replaced.get(name, p.detach()) for name, p in self._plain.items() if first[id(p)] == name}
+        return {name: replaced.get(name, p.detach()) for name, p in self._plain.items()}
 
     def plain_state(self) -> dict[str, Tensor]:
         weights, state = self.weights(), self.model.state_dict()
-        first = {id(p): name for name, p in reversed(self._plain.items())}
-        plain = {name: weights[first[id(p)]] for name, p in self._plain.items()}
+        plain = {name: weights[first] for name, first in self._names.items()}
         return {name: state[name] for name in self._buffers} | plain
 
 
