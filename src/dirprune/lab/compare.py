@@ -54,8 +54,9 @@ def compare(
     Raises:
         ValueError: the folder holds runs of another comparison.
     """
-    _check_alike(out, trials[0].recipe)
-    ended = {each.row.run: each.row for each in noted(out)}
+    elsewhere = [each.row for each in noted(out)]
+    _check_alike(out, elsewhere, trials[0].recipe)
+    ended = {row.run: row for row in elsewhere}
     for number, trial in enumerate(trials, start=1):
         if trial.name in ended:
             yield Progress(number, trial, trial.recipe.epochs, row=ended[trial.name])
@@ -68,7 +69,7 @@ def compare(
         yield Progress(number, trials[number - 1], step.epoch, step.note, row)
 
 
-def _check_alike(out: Path, recipe: Recipe) -> None:
+def _check_alike(out: Path, elsewhere: Sequence[Row], recipe: Recipe) -> None:
     """Raise unless what a folder holds can be compared with runs of this recipe, whatever their method."""
     for config in sorted((out / "runs").glob("*/config.json")):
         there = runs.load(config.parent).recipe
@@ -77,9 +78,9 @@ def _check_alike(out: Path, recipe: Recipe) -> None:
             raise ValueError(
                 f"{config.parent} was trained with {theirs}, which cannot be compared with {ours}; give another --out"
             )
-    for each in noted(out):
-        if each.row.recipe != shared(recipe):
+    for row in elsewhere:
+        if row.recipe != shared(recipe):
             raise ValueError(
-                f"{out / 'comparison.csv'} has runs of {each.row.recipe}, which cannot be compared with "
+                f"{out / 'comparison.csv'} has runs of {row.recipe}, which cannot be compared with "
                 f"{shared(recipe)}; give another --out"
             )

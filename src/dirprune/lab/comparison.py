@@ -27,7 +27,7 @@ from dirprune.lab.report import Spread, duration
 from dirprune.lab.runs import Outcome, Run
 from dirprune.lab.tables import read_rows, write_rows
 from dirprune.lab.tradeoff import distance
-from dirprune.lab.trials import CONTESTANTS, Trial
+from dirprune.lab.trials import CONTESTANTS, Trial, known_as, setting
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Row:
     @property
     def setting(self) -> str:
         """The knob and its value: "c=8e-05", "" for dense training."""
-        return "" if self.is_dense else f"{self.knob}={self.value:g}"
+        return setting(self.knob, None if self.is_dense else self.value)
 
     @property
     def title(self) -> str:
-        return CONTESTANTS[self.method].title if self.method in CONTESTANTS else self.method
+        return known_as(self.method).title
 
     @staticmethod
     def of(run: Run, outcome: Outcome) -> Row:
@@ -144,7 +144,7 @@ class RankRow:
         spread = Spread(self.test_accuracy, None if math.isnan(self.test_accuracy_std) else self.test_accuracy_std)
         return (
             str(self.rank or "–"),
-            CONTESTANTS[self.method].title if self.method in CONTESTANTS else self.method,
+            known_as(self.method).title,
             self.source,
             spread.text(2),
             str(self.seeds),
@@ -269,8 +269,7 @@ def nearest_layers(found: Iterable[Ended], sparsity: float) -> list[LayerBar]:
 def notes(found: Sequence[Ended]) -> list[str]:
     """Return what a reader of the table has to know besides: the budget of every method, and what went wrong."""
     epochs = max(each.row.epochs for each in found)
-    methods = dict.fromkeys(each.row.method for each in found)
-    costs = {name: CONTESTANTS[name].cost if name in CONTESTANTS else "unknown" for name in methods}
+    costs = {each.row.method: known_as(each.row.method).cost for each in found}
     return [
         f"Every run had {epochs} epochs of the same minibatches, from the same weights for the same seed. Beside them:",
         *(f"  {name}: {cost}" for name, cost in costs.items()),

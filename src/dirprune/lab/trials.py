@@ -106,6 +106,16 @@ def contestant(name: str) -> Contestant:
     raise unknown("method", name, CONTESTANTS)
 
 
+def known_as(name: str) -> Contestant:
+    """Return the contestant called ``name``, or a stranger of that name, of whom a table tells no more."""
+    return CONTESTANTS.get(name) or Contestant(name, name, name, "unknown")
+
+
+def setting(knob: str | None, value: float | None) -> str:
+    """Return a knob and its value in words: "c=8e-05", "" for dense training."""
+    return "" if value is None else f"{knob}={value:g}"
+
+
 @dataclass(frozen=True)
 class Trial:
     """One run of a comparison; ``value`` is that of the contestant's knob, None for dense training."""
@@ -117,7 +127,7 @@ class Trial:
     @property
     def setting(self) -> str:
         """The knob and its value: "c=8e-05", "" for dense training."""
-        return "" if self.value is None else f"{self.contestant.knob}={self.value:g}"
+        return setting(self.contestant.knob, self.value)
 
     @property
     def name(self) -> str:
