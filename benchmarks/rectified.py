@@ -1,6 +1,6 @@
-"""BatchNorm with relu by `rectified_kernels` against what torch.compile makes of the same, as ratios of one run.
+"""BatchNorm with relu by our kernels against what torch.compile makes of the same, as ratios of one run.
 
-    python benchmarks/rectified.py [--out FILE] [wrn28x10] [shapes] [resnet18]
+    python benchmarks/rectified.py [--out FILE] [wrn28x10] [shapes]
 
 Of a network: the captured training step with gRDA as `dirprune bench` takes it, evaluation of 10,000 images, where the
 time of a step goes, and the losses of 50 steps from the same weights. Of the shapes: BatchNorm and relu, forward and
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
-import rectified_networks as networks
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from dirprune.graphs import record
 from dirprune.lab import bench, data, recipes
 from dirprune.lab.data import Batch, Loaders, Synthetic
+from dirprune.lab.models import normalized, rectified_ops
 from dirprune.lab.runs import environment
 from dirprune.lab.tables import merge_rows
 from dirprune.lab.train import evaluate
@@ -38,13 +39,10 @@ DEVICE = torch.device("cuda")
 BATCH = 128
 ROUNDS = 9
 STEPS = 50
-SHAPES = ((16, 32), (160, 32), (320, 16), (640, 8), (64, 32), (128, 16), (256, 8), (512, 4))
-"""Channels and height of WRN28x10's tensors, then of ResNet-18's."""
-NETWORKS = {
-    "wrn28x10": bench.WORKLOADS["wrn28x10"],
-    "resnet18": bench.Workload("resnet18-cifar10", (3, 32, 32), 10, 50_000, 10_000),
-}
-PARTS = ("wrn28x10", "shapes", "resnet18")
+SHAPES = ((16, 32), (160, 32), (320, 16), (640, 8))
+"""Channels and height of WRN28x10's tensors."""
+NETWORK = "wrn28x10"
+PARTS = (NETWORK, "shapes")
 _START = time.perf_counter()
 
 
@@ -114,7 +112,7 @@ def apart(ours: Both, theirs: Both) -> float:
 
 
 def shape(channels: int, height: int) -> tuple[Measured, float]:
-    """Return milliseconds of all forms, and how far apart plain form and candidate are."""
+    """Return milliseconds of all forms, and how far apart the plain form and the kernels are."""
     torch.compiler.reset()
     torch.manual_seed(0)
     x = torch.randn(BATCH, channels, height, height, device=DEVICE, dtype=torch.bfloat16)
@@ -125,9 +123,9 @@ def shape(channels: int, height: int) -> tuple[Measured, float]:
     copy, _ = record(lambda: target.copy_(source))
     plain = torch.compile(lambda x: F.relu(norm(x)), dynamic=False)
     theirs = both_ways(plain, x, norm)
-    ours = both_ways(lambda x: networks.normalized(x, None, norm), x, norm)
+    ours = both_ways(lambda x: rectified_ops.rectify(x, None, norm.weight, norm.bias, norm.eps)[0], x, norm)
     off = apart(ours, theirs)
-    return turns({"floor": copy.replay, "plain": captured(theirs), "candidate": captured(ours)}, ROUNDS, 20), off
+    return turns({"floor": copy.replay, "plain": captured(theirs), "kernels": captured(ours)}, ROUNDS, 20), off
 
 
 def shapes() -> list[Found]:
@@ -136,9 +134,9 @@ def shapes() -> list[Found]:
     for channels, height in SHAPES:
         times, off = shape(channels, height)
         floor, what = times["floor"], f"{BATCH}×{channels}×{height}×{height}"
-        ratios = f"{times['plain'] / floor:10.2f}{times['candidate'] / floor:10.2f}"
+        ratios = f"{times['plain'] / floor:10.2f}{times['kernels'] / floor:10.2f}"
         print(
-            f"{what:32}{floor:10.4f}{ratios}{times['candidate'] / times['plain']:14.3f}   apart by {off:.1e}",
+            f"{what:32}{floor:10.4f}{ratios}{times['kernels'] / times['plain']:14.3f}   apart by {off:.1e}",
             flush=True,
         )
         found += [("shapes", what, form, ms, ms / times["plain"], ms / floor) for form, ms in times.items()]
@@ -152,14 +150,16 @@ def images(workload: bench.Workload, batch_size: int) -> tuple[Loaders, list[Bat
     return loaders, list(islice(loaders.train.epoch(1), 8))
 
 
-def trainer(name: str, swaps: bool) -> bench._Trainer:
+def trainer(form: str) -> bench._Trainer:
     """Return the network, its step captured and its evaluation too."""
-    recipe = recipes.get(NETWORKS[name].recipe)
-    with networks.swapped() if swaps else nullcontext():
-        made = bench._Trainer(recipe, *images(NETWORKS[name], recipe.batch_size), DEVICE)
-        say(f"{name}, {'candidate' if swaps else 'plain'}: step captured")
+    workload = bench.WORKLOADS[NETWORK]
+    recipe = recipes.get(workload.recipe)
+    without = mock.patch.object(normalized, "find_spec", return_value=None)
+    with without if form == "plain" else nullcontext():
+        made = bench._Trainer(recipe, *images(workload, recipe.batch_size), DEVICE)
+        say(f"{form}: step captured")
         scored(made)()
-        say(f"{name}, {'candidate' if swaps else 'plain'}: evaluation captured")
+        say(f"{form}: evaluation captured")
     return made
 
 
@@ -182,13 +182,13 @@ def breakdown(made: bench._Trainer) -> Counter[str]:
     return spent
 
 
-def network(name: str) -> list[Found]:
-    both = {form: trainer(name, form == "candidate") for form in ("plain", "candidate")}
+def network() -> list[Found]:
+    both = {form: trainer(form) for form in ("plain", "kernels")}
     losses = {}
     for form, made in both.items():
         made.steps(STEPS)
         losses[form] = made.tally.losses[:STEPS].cpu()
-    print(f"\n{name}: loss of step" + "".join(f"{step:>10}" for step in (1, 2, 5, 10, 20, STEPS)))
+    print(f"\n{NETWORK}: loss of step" + "".join(f"{step:>10}" for step in (1, 2, 5, 10, 20, STEPS)))
     for form, values in losses.items():
         print(f"  {form:20}" + "".join(f"{values[step - 1]:10.4f}" for step in (1, 2, 5, 10, 20, STEPS)), flush=True)
     found: list[Found] = []
@@ -198,14 +198,14 @@ def network(name: str) -> list[Found]:
     }
     work["training step"] = {form: ms / STEPS for form, ms in work["training step"].items()}
     for what, times in work.items():
-        print(f"{name}: {what:16}" + "".join(f"  {form} {ms:.3f} ms" for form, ms in times.items()), end="")
-        print(f"  candidate ÷ plain {times['candidate'] / times['plain']:.4f}", flush=True)
-        found += [(name, what, form, ms, ms / times["plain"], None) for form, ms in times.items()]
+        print(f"{what:16}" + "".join(f"  {form} {ms:.3f} ms" for form, ms in times.items()), end="")
+        print(f"  kernels ÷ plain {times['kernels'] / times['plain']:.4f}", flush=True)
+        found += [(NETWORK, what, form, ms, ms / times["plain"], None) for form, ms in times.items()]
     for form, made in both.items():
-        print(f"{name}: where a step goes, {form}")
+        print(f"where a step goes, {form}")
         for kind, ms in breakdown(made).most_common():
             print(f"  {kind:32}{ms:9.3f} ms", flush=True)
-            found.append((name, f"in a step: {kind}", form, ms, None, None))
+            found.append((NETWORK, f"in a step: {kind}", form, ms, None, None))
     return found
 
 
@@ -222,7 +222,7 @@ def main() -> None:
     say(f"{where['device']}, torch {torch.__version__}")
     results: list[Row] = []
     for part in args.parts or PARTS:
-        found = shapes() if part == "shapes" else network(part)
+        found = shapes() if part == "shapes" else network()
         results += [Row(*row, where["device"], where["torch"], where["commit"]) for row in found]
         say(f"{part} done")
         if args.out:  # after every part, for a run that is cut off

@@ -24,7 +24,7 @@ class Fake:
 
     def __init__(self, recipe: Recipe, loaders: SimpleNamespace, batches: object, device: torch.device) -> None:
         Fake.lean.add(recipe.cpu.lean)
-        self.model = nn.Linear(1, 1)
+        self.model, self.loaders = nn.Linear(1, 1), loaders
         self.seconds, self.count = {"sgd": 2e-3, "grda": 3e-3}[recipe.optimizer], len(loaders.train)
 
     def steps(self, count: int) -> float:
@@ -43,6 +43,17 @@ def test_steps_are_told_in_milliseconds_beside_the_rest_of_an_epoch(
     found = {cost.optimizer: (cost.ms, cost.overhead) for cost in bench.bench("small", device=CPU, lean=lean)}
     assert found == {"sgd": (2.0, 0.75), "grda": (3.0, 0.75)}
     assert Fake.lean == {lean}
+
+
+def test_a_clock_that_falls_is_not_taken_for_overhead() -> None:
+    """An epoch of ten steps and as long again, on a machine that is slower by the same with everything it does."""
+    slower = iter(range(100, 200))
+    trainer = SimpleNamespace(
+        loaders=SimpleNamespace(train=range(10)),
+        steps=lambda count: 1e-3 * next(slower),
+        epoch=lambda: 2 * 10e-3 * next(slower),
+    )
+    assert bench._overhead(trainer, seconds=0.0) == pytest.approx(0.5)
 
 
 def test_the_time_of_a_step_is_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from itertools import product
@@ -15,15 +14,16 @@ from typing import Any
 
 import pytest
 import rectified as benchmark
-import rectified_kernels as kernels
-import rectified_networks as networks
-import rectified_ops as ops
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dirprune.batchnorm import batchnorms, estimate_statistics
 from dirprune.lab import models
-from dirprune.lab.models.resnet import BasicBlock
+from dirprune.lab.execution import Execution
+from dirprune.lab.models import normalized
+from dirprune.lab.models import rectified_kernels as kernels
+from dirprune.lab.models import rectified_ops as ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = dict(kernels.ROWS)
@@ -62,6 +62,16 @@ def _many(_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 5)
 
 
+@pytest.fixture
+def _allowed(_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As inside `normalized.kernels`, which on a CPU allows nothing."""
+    monkeypatch.setattr(normalized, "_ops", ops)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, backend="aot_eager", dynamic=False)
+
+
 def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, grad: bool = True) -> Tensor:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     values = values.to(DEVICE, dtype)
@@ -70,9 +80,8 @@ def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, grad:
     return values.requires_grad_(grad)
 
 
-def plain(x: Tensor, skip: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
-    normed = F.batch_norm(x, None, None, weight, bias, True, 0.1, EPS)
-    return F.relu(normed if skip is None else normed + skip)
+def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.relu(F.batch_norm(x, None, None, weight, bias, True, 0.1, EPS))
 
 
 def parameters(channels: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -91,14 +100,11 @@ def compare(ours: list[Tensor], theirs: list[Tensor], inputs: list[Tensor], **to
 
 @pytest.mark.usefixtures("_many")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("skips", [False, True])
-def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...], skips: bool) -> None:
-    x, skip = tensor(*shape), tensor(*shape, seed=3) if skips else None
-    weight, bias = parameters(shape[1])
-    y, _ = ops.rectify(x, skip, None, weight, bias, EPS)
+def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...]) -> None:
+    x, (weight, bias) = tensor(*shape), parameters(shape[1])
+    y, _ = ops.rectify(x, None, weight, bias, EPS)
     assert y.is_contiguous(memory_format=torch.channels_last)
-    inputs = [x, weight, bias, *([] if skip is None else [skip])]
-    compare([y], [plain(x, skip, weight, bias)], inputs, rtol=1e-7, atol=1e-7)
+    compare([y], [plain(x, weight, bias)], [x, weight, bias], rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.usefixtures("_many")
@@ -109,16 +115,16 @@ def test_a_sum_and_its_shortcut(shape: tuple[int, ...], biased: bool, goes_on: b
     weight, bias = parameters(shape[1])
     total, y, _ = ops.rectify_sum(a, b, offset, weight, bias, EPS)
     sum_ = a + b if offset is None else a + b + offset[:, None, None]
-    ours, theirs = [y, *[total] * goes_on], [plain(sum_, None, weight, bias), *[sum_] * goes_on]
+    ours, theirs = [y, *[total] * goes_on], [plain(sum_, weight, bias), *[sum_] * goes_on]
     inputs = [a, b, weight, bias, *([] if offset is None else [offset])]
     compare(ours, theirs, inputs, rtol=1e-7, atol=1e-7)
 
 
 def test_derivatives_are_differences() -> None:
-    x, skip, offset, (weight, bias) = tensor(2, 3, 2, 2), tensor(2, 3, 2, 2, seed=3), tensor(3, seed=4), parameters(3)
+    a, b, offset, (weight, bias) = tensor(2, 3, 2, 2), tensor(2, 3, 2, 2, seed=3), tensor(3, seed=4), parameters(3)
     check = partial(torch.autograd.gradcheck, fast_mode=True)
-    assert check(lambda *of: ops.rectify(*of, EPS)[0], (x, skip, offset, weight, bias))
-    assert check(lambda *of: ops.rectify_sum(*of, EPS)[:2], (x, skip, offset, weight, bias))
+    assert check(lambda *of: ops.rectify(*of, EPS)[0], (a, offset, weight, bias))
+    assert check(lambda *of: ops.rectify_sum(*of, EPS)[:2], (a, b, offset, weight, bias))
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e3, -1e5])
@@ -126,12 +132,12 @@ def test_a_large_mean_cancels_nothing(mean: float) -> None:
     """In float32, against float64 on the same numbers: as far off as the rounding of the mean is, and no farther."""
     x = (mean + tensor(4, 24, 17, 5, grad=False)).float()
     weight, bias = (p.detach().float() for p in parameters(24))
-    numbers = ops.rectify(x, None, None, weight, bias, EPS)[1]
+    numbers = ops.rectify(x, None, weight, bias, EPS)[1]
     exact = x.double()
     torch.testing.assert_close(numbers[0].double(), exact.mean((0, 2, 3)), rtol=2e-7, atol=1e-6)
     torch.testing.assert_close(numbers[4].double(), exact.var((0, 2, 3)), rtol=5e-6, atol=0)
-    y = ops.rectify(x, None, None, weight, bias, EPS)[0]
-    expected = plain(exact, None, weight.double(), bias.double())
+    y = ops.rectify(x, None, weight, bias, EPS)[0]
+    expected = plain(exact, weight.double(), bias.double())
     torch.testing.assert_close(y.double(), expected, rtol=0, atol=2e-6 + 1e-6 * abs(mean))
 
 
@@ -140,7 +146,7 @@ def test_a_first_pixel_far_from_all_others() -> None:
     x = tensor(4, 8, 16, 16, dtype=torch.float32, grad=False)
     x[0, :, 0, 0] = 1e3
     weight, bias = (p.detach().float() for p in parameters(8))
-    numbers = ops.rectify(x, None, None, weight, bias, EPS)[1]
+    numbers = ops.rectify(x, None, weight, bias, EPS)[1]
     torch.testing.assert_close(numbers[4].double(), x.double().var((0, 2, 3)), rtol=1e-3, atol=0)
 
 
@@ -151,37 +157,36 @@ def test_constant_channels_and_pruned_weights() -> None:
     weight, bias = parameters(6)
     with torch.no_grad():
         weight[3:5], bias[4] = 0, 0
-    y, numbers = ops.rectify(x, None, None, weight, bias, EPS)
+    y, numbers = ops.rectify(x, None, weight, bias, EPS)
     assert (numbers[4, :2] == 0).all()
     assert not y[:, 4].any()
-    compare([y], [plain(x, None, weight, bias)], [x, weight, bias], rtol=1e-6, atol=1e-6)
+    compare([y], [plain(x, weight, bias)], [x, weight, bias], rtol=1e-6, atol=1e-6)
 
 
 def test_not_a_number_is_not_hidden() -> None:
     x = tensor(2, 3, 4, 4, grad=False)
     x[1, 1, 2, 2] = float("nan")
     weight, bias = parameters(3)
-    y = ops.rectify(x, None, None, weight, bias, EPS)[0]
+    y = ops.rectify(x, None, weight, bias, EPS)[0]
     assert y[:, 1].isnan().all()
     assert not y[:, [0, 2]].isnan().any()
 
 
-@pytest.mark.parametrize("form", ["alone", "skip", "sum"])
-def test_bfloat16_is_rounded_once(form: str) -> None:
+@pytest.mark.parametrize("adds", [False, True])
+def test_bfloat16_is_rounded_once(adds: bool) -> None:
     """Against float64 on the same numbers; the interpreter truncates where the hardware rounds."""
     shape = (4, 160, 8, 8)
     a, b = (tensor(*shape, seed=s, dtype=torch.bfloat16) for s in (0, 3))
     weight, bias = parameters(160, torch.float32)
-    inputs = [a, weight, bias] + [b] * (form != "alone")
+    inputs = [a, weight, bias] + [b] * adds
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    if form == "sum":
+    if adds:
         total, y, _ = ops.rectify_sum(a, b, None, weight, bias, EPS)
         sum_ = exact[0] + exact[3]
-        rounded = sum_ + (total.double() - sum_).detach()
-        expected = plain(rounded, None, *exact[1:3])
+        expected = plain(sum_ + (total.double() - sum_).detach(), *exact[1:3])
     else:
-        y, _ = ops.rectify(a, b if form == "skip" else None, None, weight, bias, EPS)
-        expected = plain(exact[0], exact[3] if form == "skip" else None, *exact[1:3])
+        y, _ = ops.rectify(a, None, weight, bias, EPS)
+        expected = plain(*exact)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=1e-5)
     dy = tensor(*shape, seed=5, dtype=torch.bfloat16, grad=False)
@@ -191,112 +196,184 @@ def test_bfloat16_is_rounded_once(form: str) -> None:
         torch.testing.assert_close(mine.double(), exactly, **tolerance)
 
 
-@pytest.mark.usefixtures("_room")
+Layers = Callable[..., Any]
+
+
+def block(layers: Any, x: Tensor, rectified: Layers, summed: Layers) -> Tensor:
+    """Return a value that depends on all that the two give."""
+    total, y = summed(((layers[0], x), (layers[1], x)), layers[2])
+    stem, z = summed(((layers[1], x),), layers[3])
+    return rectified(layers[0], layers[2], x) + rectified(layers[1], layers[3], x) * y + total + stem * z
+
+
+def plain_rectified(convolution: nn.Module, norm: nn.Module, inputs: Tensor) -> Tensor:
+    return F.relu(norm(convolution(inputs)))
+
+
+def plain_summed(branches: normalized.Branches, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    total = sum(layer(inputs) for layer, inputs in branches)
+    return total, F.relu(norm(total))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # where torch itself breaks a graph: "cumulative"
+@pytest.mark.usefixtures("_room", "_allowed")
 @pytest.mark.parametrize(
-    ("training", "compiling", "biased"),
-    [(True, False, False), (True, True, True), (False, False, True), (False, True, False)],
+    "options",
+    [
+        {},
+        {"bias": False},
+        {"training": False},
+        {"padding_mode": "circular"},
+        {"replaced": True},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"momentum": None},
+        {"momentum": 0.7, "eps": 0.1, "dilation": 1, "groups": 2},
+    ],
+    ids=lambda options: ",".join(options) or "as-in-the-network",
 )
-def test_layers_go_on_as_before(training: bool, compiling: bool, biased: bool) -> None:
-    """Values, running statistics and gradients of what the networks are made of."""
+def test_any_layers_compiled_are_the_layers_themselves(options: dict[str, Any]) -> None:
+    """Values, running statistics and gradients."""
     torch.manual_seed(0)
-    layers = nn.ModuleList([nn.Conv2d(5, 9, 3, padding=1, bias=biased), nn.Conv2d(5, 9, 1), nn.BatchNorm2d(9)])
-    layers.append(nn.BatchNorm2d(9, momentum=0.7))
+    of_norms = {key: options[key] for key in ("affine", "track_running_stats", "momentum", "eps") if key in options}
+    of_conv = {key: options[key] for key in ("bias", "padding_mode", "dilation", "groups") if key in options}
+    training = options.get("training", True)
+    first: nn.Module = nn.Conv2d(4, 8, 3, padding=1, **of_conv)
+    layers = nn.ModuleList([nn.Sequential(first) if "replaced" in options else first, nn.Conv2d(4, 8, 1)])
+    layers.extend(nn.BatchNorm2d(8, **of_norms) for _ in range(2))
     layers = layers.to(DEVICE, torch.float64, memory_format=torch.channels_last).train(training)
-    for norm in layers[2:]:
-        nn.init.normal_(norm.weight)
-        norm.running_mean.normal_()
-    same, x, z = deepcopy(layers), tensor(4, 5, 7, 6), tensor(4, 9, 7, 6, seed=3)
-
-    def work(c: Any, rectified: Callable[..., Tensor], summed: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
-        total, y = summed(((c[0], x), (c[1], x)), c[2])
-        return rectified(c[0], c[2], x) + rectified(c[1], c[3], x, z) * y + total
-
-    candidate = lambda: work(same, networks.rectified, networks.summed)  # noqa: E731
-    if compiling:
-        candidate = torch.compile(candidate, backend="aot_eager", dynamic=False)
+    for p in layers[2:].parameters():
+        nn.init.normal_(p)
+    same, x = deepcopy(layers), tensor(4, 4, 7, 6)
+    candidate = compiled(lambda: block(same, x, normalized.rectified, normalized.summed))
     with torch.set_grad_enabled(training):
         for _ in range(3):
-            expected, result = work(layers, networks.plain_rectified, networks.plain_summed), candidate()
-            torch.testing.assert_close(result, expected)
+            expected, result = block(layers, x, plain_rectified, plain_summed), candidate()
+            torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(same.state_dict(), layers.state_dict())
     if training:
         (result**3).sum().backward()
         (expected**3).sum().backward()
         for (name, p), q in zip(same.named_parameters(), layers.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, msg=name)
+            torch.testing.assert_close(p.grad, q.grad, msg=name, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("_room", "_allowed")
+def test_a_norm_with_a_forward_of_its_own_keeps_it() -> None:
+    class Doubled(nn.BatchNorm2d):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return 2 * super().forward(inputs)
+
+    convolution, norm = nn.Conv2d(1, 2, 3).to(DEVICE), Doubled(2).to(DEVICE)
+    x = tensor(4, 1, 8, 8, dtype=torch.float32)
+    result = compiled(lambda: normalized.rectified(convolution, norm, x))()
+    torch.testing.assert_close(result, F.relu(norm(convolution(x))))
+
+
+@pytest.mark.usefixtures("_room", "_allowed")
 def test_the_bias_before_a_norm_has_a_gradient_and_it_is_zero() -> None:
     convolution, norm = nn.Conv2d(2, 3, 3).to(DEVICE), nn.BatchNorm2d(3).to(DEVICE)
-    networks.rectified(convolution, norm, tensor(2, 2, 5, 5, dtype=torch.float32)).sum().backward()
+    x = tensor(2, 2, 5, 5, dtype=torch.float32)
+    compiled(lambda: normalized.rectified(convolution, norm, x))().square().sum().backward()
+    assert convolution.bias is not None
     assert convolution.bias.grad is not None
     assert not convolution.bias.grad.any()
+    assert norm.bias.grad.all()
 
 
-def residual() -> nn.Module:
-    body = BasicBlock(4, 4, 1), BasicBlock(4, 8, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), *body)
-
-
-@pytest.mark.parametrize(
-    ("build", "size"), [(partial(models.build, "wrn10x1", 4), 32), (residual, 8)], ids=["wide", "residual"]
-)
-def test_a_network_trains_as_the_plain_one(build: Callable[[], nn.Module], size: int) -> None:
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
-    network = build().to(DEVICE, torch.float64, memory_format=torch.channels_last)
-    images, targets = tensor(2, 3, size, size), torch.arange(2, device=DEVICE)
-    results = []
-    for model, context in ((network, nullcontext()), (deepcopy(network), networks.swapped())):
-        with context:
-            logits = model(images)
-            F.cross_entropy(logits, targets).backward()
-            gradients = {name: p.grad for name, p in model.named_parameters()}
+    return models.build("wrn10x1", 4).to(DEVICE, dtype, memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.mark.usefixtures("_room", "_allowed")
+def test_a_wide_network_trains_as_the_plain_one() -> None:
+    plain_, fast = network(), network()
+    images, targets = tensor(2, 3, 32, 32, grad=False), torch.arange(2, device=DEVICE)
+    for model, forward in ((plain_, plain_), (fast, compiled(fast))):
+        for _ in range(2):
+            model.zero_grad()
+            F.cross_entropy(forward(images), targets).backward()
             with torch.no_grad():
-                results.append((logits.detach(), gradients, model.eval()(images), model.state_dict()))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p -= 0.1 * p.grad
+    torch.testing.assert_close(fast.state_dict(), plain_.state_dict(), rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(fast.eval())(images), plain_.eval()(images), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.usefixtures("_room")
-def test_what_is_compiled_changes_hands_with_the_context() -> None:
-    model = models.build("wrn10x1", 4).to(DEVICE, memory_format=torch.channels_last)
-    names: list[list[str]] = []
+@pytest.mark.usefixtures("_room", "_allowed")
+def test_estimated_statistics_are_those_of_the_biased_values() -> None:
+    plain_, fast = network().eval(), network().eval()
+    with torch.no_grad():
+        for model in (plain_, fast):
+            model.get_parameter("layer2.0.conv1.bias").fill_(5.0)
+    batches = [(tensor(n, 3, 32, 32, seed=n, grad=False), torch.zeros(n)) for n in (2, 3)]
+    for model, forward in ((plain_, plain_), (fast, compiled(fast))):
+        estimate_statistics(batchnorms(model), batches, lambda x, _, f=forward: f(x))  # type: ignore[misc]
+    assert plain_.get_buffer("layer2.0.bn2.running_mean").mean() > 4
+    torch.testing.assert_close(fast.state_dict(), plain_.state_dict(), rtol=1e-6, atol=1e-6)
+
+
+def targets_of(model: nn.Module, images: Tensor) -> list[str]:
+    """Return what a compiled pass calls."""
+    names: list[str] = []
 
     def watched(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        names.append([str(node.target) for node in graph.graph.nodes])
+        names.extend(str(node.target) for node in graph.graph.nodes)
         return lambda *inputs: graph(*inputs)
 
-    forward = torch.compile(model, backend=watched, dynamic=False)
+    torch.compile(model, backend=watched, dynamic=False)(images)
+    return names
+
+
+@pytest.mark.usefixtures("_room", "_allowed")
+@pytest.mark.parametrize("training", [True, False])
+def test_kernels_are_used_where_they_are_allowed(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training, and in evaluation without a derivative: a second one (a Hessian's) they do not have."""
+    model, images = network(torch.float32).train(training), tensor(2, 3, 32, 32, dtype=torch.float32, grad=False)
+    count = lambda: sum("rectify" in name for name in targets_of(model, images))  # noqa: E731
+    assert count() == (7 if training else 0)
     with torch.no_grad():
-        for context in (nullcontext(), networks.swapped(), nullcontext()):
-            with context:
-                forward(tensor(2, 3, 32, 32, dtype=torch.float32, grad=False))
-    assert [sum("rectify" in name for name in graph) for graph in names] == [0, 7]
+        assert count() == 7
+        other = deepcopy(model).to(memory_format=torch.contiguous_format)
+        assert not any("rectify" in name for name in targets_of(other, images.contiguous()))
+        monkeypatch.setattr(normalized, "_ops", None)
+        assert count() == 0
+
+
+def test_only_what_an_execution_compiles_may_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    seen = Execution(compile=True).compiled(lambda x: (x, normalized._ops))
+    assert seen(1) == (1, ops)
+    assert Execution().compiled(lambda: normalized._ops)() is None
+    assert normalized._ops is None
 
 
 def test_the_operators_keep_torchs_rules() -> None:
     """Their schemas, shapes without values, derivatives and traces agree."""
-    x, skip, offset, (weight, bias) = tensor(2, 3, 2, 2), tensor(2, 3, 2, 2, seed=3), tensor(3, seed=4), parameters(3)
-    numbers = ops.rectify(x, None, None, weight, bias, EPS)[1].detach()
-    still = [t.detach() for t in (x, skip, numbers)]
-    mean, variance, batches = torch.zeros_like(weight), torch.ones_like(weight), torch.tensor(0, device=DEVICE)
-    running = mean.detach(), variance.detach()
+    a, b, offset, (weight, bias) = tensor(2, 3, 2, 2), tensor(2, 3, 2, 2, seed=3), tensor(3, seed=4), parameters(3)
+    numbers = ops.rectify(a, None, weight, bias, EPS)[1].detach()
+    still = a.detach(), b.detach()
+    running, batches = (torch.zeros_like(numbers[0]), torch.ones_like(numbers[0])), torch.tensor(0, device=DEVICE)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     check = partial(torch.library.opcheck, test_utils=tests)
-    check(ops.rectify, (x, skip, offset, weight, bias, EPS))
-    check(ops.rectify_sum, (x, skip, offset, weight, bias, EPS))
-    check(ops.rectify_backward, (*still[:2], still[1], numbers, True))
-    check(ops.rectify_skip_backward, (*still[:2], still[1], numbers))
+    check(ops.rectify, (a, offset, weight, bias, EPS))
+    check(ops.rectify_sum, (a, b, offset, weight, bias, EPS))
+    check(ops.rectify_backward, (*still, still[1], numbers, True))
     check(ops.track, (*running, batches, numbers, offset.detach(), 0.1))
-    parameters_ = weight.detach(), bias.detach(), *running
-    check(ops.rectify_evaluated, (*still[:2], None, *parameters_, EPS, True))
+    for addend in (still[1], None):
+        check(ops.rectify_evaluated, (still[0], addend, None, weight.detach(), bias.detach(), *running, EPS))
 
 
 def test_one_pixel_and_other_layouts_are_refused() -> None:
     weight, bias = parameters(3)
     with pytest.raises(ValueError, match="one value a channel"):
-        ops.rectify(tensor(1, 3, 1, 1), None, None, weight, bias, EPS)
+        ops.rectify(tensor(1, 3, 1, 1), None, weight, bias, EPS)
     with pytest.raises(AssertionError):
-        ops.rectify(tensor(2, 3, 4, 4).contiguous(), None, None, weight, bias, EPS)
+        ops.rectify(tensor(2, 3, 4, 4).contiguous(), None, weight, bias, EPS)
 
 
 def test_tensors_of_the_networks_fill_their_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,13 +401,13 @@ import re, subprocess, tempfile, triton, triton.language as tl
 from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-import rectified_kernels as kernels
+from dirprune.lab.models import rectified_kernels as kernels
 KINDS = dict(C="i32", period="i32", elements="i32", tiles="i32", eps="fp32")
-HALF = ("a", "b", "total", "x", "skip", "y", "dy", "g", "beside", "dx")
+HALF = ("a", "b", "total", "x", "y", "dy", "beside", "dx")
 READER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 def compiled(size, kernel, **flags):
-    flags |= dict(ACC=tl.float32, ROWS=kernels.ROWS[size], WIDTH=kernels.WIDTH)
+    flags |= dict(ACC=tl.float32, ROWS=kernels.ROWS[size], WIDTH=kernels.WIDTH, STAGES=kernels.STAGES[size])
     chosen = {name: flags[name] for name in kernel.arg_names if name in flags}
     types = {name: KINDS.get(name, "*bf16" if name in HALF else "*fp32") for name in kernel.arg_names}
     types |= dict.fromkeys(chosen, "constexpr")
@@ -351,18 +428,16 @@ def compiled(size, kernel, **flags):
 
 compiled("moments", kernels._moments_kernel, ADDS=False, BIASED=False, FOLD=1, EVEN=True)
 compiled("sum", kernels._moments_kernel, ADDS=True, BIASED=True, FOLD=1, EVEN=False)
-compiled("map", kernels._forward_kernel, SKIPS=False, EVEN=True)
-compiled("products", kernels._products_kernel, SKIPS=False, FOLD=1, EVEN=True)
-compiled("products", kernels._products_kernel, SKIPS=True, FOLD=1, EVEN=True)
-compiled("gradient", kernels._gradient_kernel, MASKED=True, BESIDE=True, BIASED=True, FOLD=1, EVEN=True)
-compiled("sum", kernels._evaluation_kernel, ADDS=True, SKIPS=False, BIASED=True, EVEN=True)
+compiled("map", kernels._forward_kernel, EVEN=True)
+compiled("products", kernels._products_kernel, FOLD=1, EVEN=True)
+compiled("gradient", kernels._gradient_kernel, BESIDE=True, BIASED=True, FOLD=1, EVEN=True)
+compiled("sum", kernels._evaluation_kernel, ADDS=True, BIASED=True, EVEN=True)
 """
 
 
 def test_compiled_kernels_move_16_bytes_a_thread_and_spill_nothing() -> None:
     """Tensors read and written in vectors of eight, bytes of the stack, and whether as many programs fit at once."""
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    compiling["PYTHONPATH"] = os.path.dirname(kernels.__file__)
     done = subprocess.run([sys.executable, "-c", VECTORS], capture_output=True, text=True, check=True, env=compiling)
-    expected = [(1, 0), (2, 1), (1, 1), (2, 0), (3, 1), (3, 1), (2, 2)]
+    expected = [(1, 0), (2, 1), (1, 1), (2, 0), (3, 1), (2, 2)]
     assert done.stdout.splitlines() == [f"{float(read)} {float(written)} 0 True" for read, written in expected]

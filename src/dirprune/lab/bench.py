@@ -141,14 +141,9 @@ def bench(
         peaks[optimizer] = (torch.cuda.max_memory_allocated(device) - before) / 2**20 if before is not None else None
         trainers[optimizer].epoch()  # the first one sets evaluation up
     times: dict[str, list[float]] = {optimizer: [] for optimizer in trainers}
-    shares: dict[str, list[float]] = {optimizer: [] for optimizer in trainers}
     for _ in range(rounds):
         for optimizer, trainer in trainers.items():
             times[optimizer].append(trainer.steps(steps))
-    count = len(loaders.train)
-    for _ in range(3):
-        for optimizer, trainer in trainers.items():  # as many steps at a time: under load the clock falls
-            shares[optimizer].append(count * trainer.steps(count) / trainer.epoch())
     for optimizer, trainer in trainers.items():
         ms = 1e3 * statistics.median(times[optimizer])
         yield Cost(
@@ -159,8 +154,23 @@ def bench(
             ms=ms,
             floor_ms=_floor_ms(recipe.model, workload, recipe.batch_size) if device.type == "cuda" else None,
             peak_mib=peaks[optimizer],
-            overhead=max(0.0, 1 - statistics.median(shares[optimizer])),
+            overhead=_overhead(trainer),
         )
+
+
+def _overhead(trainer: _Trainer, seconds: float = 10.0) -> float:
+    """Return the share of an epoch that is not training steps: the median over epochs, three or as the time allows.
+
+    Each is compared with as many steps alone just before and just after it, for under load the clock of a GPU falls.
+    """
+    count = len(trainer.loaders.train)
+    shares: list[float] = []
+    alone, start = count * trainer.steps(count), _now()
+    while len(shares) < 3 or (len(shares) < 15 and _now() - start < seconds):
+        whole, before = trainer.epoch(), alone
+        alone = count * trainer.steps(count)
+        shares.append(1 - (before + alone) / 2 / whole)
+    return max(0.0, statistics.median(shares))
 
 
 COLUMNS = (

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from dirprune.graphs import Captured, record
+from dirprune.lab.models import normalized
 
 PRECISIONS = ("float32", "bfloat16")
 
@@ -80,7 +81,9 @@ class Execution:
 
     def compiled(self, function: Compilable) -> Compilable:
         """Return a model or function, or what `torch.compile` makes of it; each batch shape is compiled for itself."""
-        compiled: Any = torch.compile(function, dynamic=False) if self.compile else function
+        if not self.compile:
+            return function
+        compiled: Any = normalized.kernels()(torch.compile(function, dynamic=False))
         return compiled  # type: ignore[no-any-return]
 
 

@@ -1,37 +1,107 @@
-"""A biased convolution before BatchNorm, without what the two do to no effect."""
+"""BatchNorm and relu after a convolution or a sum: the layers as they are, and in compiled code on a GPU our kernels.
+
+A bias before BatchNorm is added and subtracted again with the mean of the batch; BatchNorm and relu read what they
+write. The kernels of `rectified_kernels` leave out the one and do the other in as few passes as there can be.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Branches = tuple[tuple[nn.Module, Tensor], ...]
+"""Layers with their inputs, whose outputs are yet to be added up."""
 
-def convolved(convolution: nn.Module, norm: nn.BatchNorm2d, inputs: Tensor) -> Tensor:
-    """Return ``norm(convolution(inputs))``.
+_ops: Any = None
+"""`rectified_ops` where it may be used."""
 
-    What a bias adds, BatchNorm subtracts with the mean of the batch, so that the derivative by the bias is zero but for
-    rounding. Compiled training leaves out both passes over the result; the running mean counts the bias as always.
-    """
-    running, momentum = norm.running_mean, norm.momentum
-    if (
-        not torch.compiler.is_compiling()
-        or type(convolution) is not nn.Conv2d
-        or convolution.bias is None
-        or type(norm) is not nn.BatchNorm2d
-        or not (norm.training and norm.affine)
-        or running is None
-        or norm.num_batches_tracked is None
-        or momentum is None
-    ):
-        normalized: Tensor = norm(convolution(inputs))
-        return normalized
-    bias = convolution.bias.detach()
-    mean = running - bias
-    weight = norm.weight + 0 * convolution.bias  # the bias has a derivative, zero
-    unbiased = convolution._conv_forward(inputs, convolution.weight, None)
-    result = F.batch_norm(unbiased, mean, norm.running_var, weight, norm.bias, True, momentum, norm.eps)
+
+@contextmanager
+def kernels() -> Iterator[None]:
+    """Let what is compiled inside use the kernels, where there is a GPU and triton. They have no second derivative."""
+    global _ops
+    before = _ops
+    if torch.cuda.is_available() and find_spec("triton"):
+        from dirprune.lab.models import rectified_ops
+
+        _ops = rectified_ops
+    try:
+        yield
+    finally:
+        _ops = before
+
+
+def rectified(convolution: nn.Module, norm: nn.BatchNorm2d, inputs: Tensor) -> Tensor:
+    """Return ``relu(norm(convolution(inputs)))``; by kernels, the derivative by the convolution's bias is exactly 0."""
+    if not _covers(norm, inputs):
+        return F.relu(norm(convolution(inputs)))
+    return _rectified(*_parted(convolution, inputs), norm)
+
+
+def summed(branches: Branches, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    """Return the sum of one or two branches, which a shortcut goes on from, and ``relu(norm(sum))``."""
+    if not all(_covers(norm, inputs) for _, inputs in branches):
+        outputs = [layer(inputs) for layer, inputs in branches]
+        total: Tensor = outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]
+        return total, F.relu(norm(total))
+    if len(branches) == 1:
+        ((layer, inputs),) = branches
+        total = layer(inputs).contiguous(memory_format=torch.channels_last)
+        return total, _rectified(total, None, norm)
+    (a, one), (b, two) = (_parted(*branch) for branch in branches)
+    offset = one if two is None else two if one is None else one + two
+    if not norm.training:
+        return _evaluated(a, b, offset, norm)
+    total, y, numbers = _ops.rectify_sum(a, b, offset, norm.weight, norm.bias, norm.eps)
+    _track(norm, numbers, None)
+    return total, y
+
+
+def _covers(norm: nn.BatchNorm2d, inputs: Tensor) -> bool:
+    """Whether the operators say what this layer does; in evaluation they have no derivative."""
+    return (
+        _ops is not None
+        and torch.compiler.is_compiling()
+        and type(norm) is nn.BatchNorm2d
+        and norm.affine
+        and norm.momentum is not None
+        and norm.running_mean is not None
+        and (norm.training or not torch.is_grad_enabled())
+        and bool(_ops.suits(inputs))
+    )
+
+
+def _parted(layer: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return what the layer gives without its bias, and the bias."""
+    if type(layer) is nn.Conv2d and layer.bias is not None:
+        unbiased = layer._conv_forward(inputs, layer.weight, None)
+        return unbiased.contiguous(memory_format=torch.channels_last), layer.bias
+    return layer(inputs).contiguous(memory_format=torch.channels_last), None
+
+
+def _rectified(x: Tensor, offset: Tensor | None, norm: nn.BatchNorm2d) -> Tensor:
+    if not norm.training:
+        return _evaluated(x, None, offset, norm)[1]
+    y: Tensor
+    y, numbers = _ops.rectify(x, offset, norm.weight, norm.bias, norm.eps)
+    _track(norm, numbers, offset)
+    return y
+
+
+def _evaluated(a: Tensor, b: Tensor | None, offset: Tensor | None, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    statistics = norm.running_mean, norm.running_var
+    both: tuple[Tensor, Tensor] = _ops.rectify_evaluated(a, b, offset, norm.weight, norm.bias, *statistics, norm.eps)
+    return both
+
+
+def _track(norm: nn.BatchNorm2d, numbers: Tensor, offset: Tensor | None) -> None:
     with torch.no_grad():
-        running.copy_(mean + bias)
-        norm.num_batches_tracked.add_(1)
-    return result
+        bias = None if offset is None else offset.detach()
+        buffers = norm.running_mean, norm.running_var, norm.num_batches_tracked
+        _ops.track(*buffers, numbers.detach(), bias, norm.momentum)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dirprune.lab.models.normalized import convolved
+from dirprune.lab.models.normalized import Branches, rectified, summed
 
 
 class WideBlock(nn.Module):
-    """Two pre-activation 3×3 convolutions beside a shortcut that sees the raw input; the second one strides."""
+    """Two pre-activation 3×3 convolutions beside a shortcut that sees the raw input; the second one strides.
+
+    What ends a block is a sum, and it is the BatchNorm after it that adds up: so blocks take and give its two branches.
+    """
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -20,11 +23,9 @@ class WideBlock(nn.Module):
         same_shape = stride == 1 and channels == width
         self.shortcut: nn.Module = nn.Identity() if same_shape else nn.Conv2d(channels, width, 1, stride=stride)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = convolved(self.conv1, self.bn2, F.relu(self.bn1(x)))
-        out = self.conv2(F.relu(out))
-        total: Tensor = out + self.shortcut(x)
-        return total
+    def forward(self, branches: Branches) -> Branches:
+        x, out = summed(branches, self.bn1)
+        return (self.conv2, rectified(self.conv1, self.bn2, out)), (self.shortcut, x)
 
 
 class WideResNet(nn.Module):
@@ -41,9 +42,9 @@ class WideResNet(nn.Module):
         self.linear = nn.Linear(64 * width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        out = self.layer3(self.layer2(self.layer1(self.conv1(images))))
-        pooled = F.avg_pool2d(F.relu(self.bn1(out)), 8)
-        logits: Tensor = self.linear(pooled.flatten(1))
+        branches = self.layer3(self.layer2(self.layer1(((self.conv1, images),))))
+        _, out = summed(branches, self.bn1)
+        logits: Tensor = self.linear(F.avg_pool2d(out, 8).flatten(1))
         return logits
 
 

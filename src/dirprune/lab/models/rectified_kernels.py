@@ -2,9 +2,8 @@
 
 Over the P pixels of a channel, with the statistics of the batch in training and the running ones in evaluation:
 
-    z = x·scale + shift      scale = γ·r, shift = β − mean·scale, r = (variance + ε)^-½
-    y = relu(z)              or relu(z + skip), as where a residual block ends
-    x = a + b + bias         where BatchNorm follows a sum, which a shortcut goes on from
+    y = relu(x·scale + shift)      scale = γ·r, shift = β − mean·scale, r = (variance + ε)^-½
+    x = a + b + bias               where BatchNorm follows a sum, which a shortcut goes on from
 
     g = dy where y > 0       dβ = Σ g,  dγ = r·Σ g·(x − mean)
     dx = scale·(g − dβ/P − (x − mean)·r·dγ/P) = scale·g + slope·x + level      + the gradient of the sum's shortcut
@@ -21,6 +20,7 @@ back from the end, where the reduction before them has just been, and find that 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from math import lcm
@@ -31,12 +31,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDTH = 256
 """Columns of a tile."""
 ROWS = {"moments": 16, "sum": 8, "map": 16, "products": 8, "gradient": 8}
 """Rows of a tile: 64 to 128 bytes in flight a thread, as many as registers allow."""
 PER_SM = {"moments": 4, "sum": 5, "map": 8, "products": 5, "gradient": 5}
 """Programs a multiprocessor, so that all run at once."""
+STAGES = {"moments": 1, "sum": 1, "map": 1, "products": 1, "gradient": 1}
+"""Tiles under way at a time, all but one of them in shared memory."""
 SETTLED = {"HEIGHT": 512, "CHANNELS": 8}
 """Rows and channels that a program of the small kernels adds up at a time."""
 _COMPILATION = {"num_warps": 4, "enable_fp_fusion": True}
@@ -123,7 +126,7 @@ def _relu(z):
 def _moments_kernel(
     a, b, bias, total, sums, C, period, elements, tiles,
     ADDS: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr, ACC: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum x − x₀ and its square; where ADDS, x = a + b + bias is written on the way."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
@@ -137,7 +140,7 @@ def _moments_kernel(
         first = first.to(total.dtype.element_ty).to(ACC)
     one = tl.full((ROWS, WIDTH), 0.0, ACC)
     two = tl.full((ROWS, WIDTH), 0.0, ACC)
-    for tile in range(strip, tiles, strips):
+    for tile in tl.range(strip, tiles, strips, num_stages=STAGES):
         cells = _cells(tile, period, columns, ROWS)
         x = _read(a, cells, elements, EVEN, ADDS, ACC)
         if ADDS:
@@ -185,43 +188,37 @@ def _moments_settled(
 
 @triton.jit(do_not_specialize=["tiles"])
 def _forward_kernel(
-    x, skip, y, numbers, C, period, elements, tiles,
-    SKIPS: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, y, numbers, C, period, elements, tiles,
+    EVEN: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Map x to y."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
     scale = tl.load(numbers + _SCALE * C + channels)
     shift = tl.load(numbers + _SHIFT * C + channels)
-    for tile in range(strip, tiles, strips):
+    for tile in tl.range(strip, tiles, strips, num_stages=STAGES):
         cells = _cells(tiles - 1 - tile, period, columns, ROWS)
         z = _read(x, cells, elements, EVEN, True, ACC) * scale[None, :] + shift[None, :]
-        if SKIPS:
-            z += _read(skip, cells, elements, EVEN, False, ACC)
         _write(y, cells, _relu(z), elements, EVEN)
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def _products_kernel(
-    x, y, dy, g, sums, numbers, C, period, elements, tiles,
-    SKIPS: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr, ACC: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, dy, sums, numbers, C, period, elements, tiles,
+    EVEN: tl.constexpr, FOLD: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum g and g·(x − mean); where SKIPS, y tells the sign and g is written, being the gradient of the skip."""
+    """Sum g and g·(x − mean)."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
     mean = tl.load(numbers + _MEAN * C + channels)
     scale = tl.load(numbers + _SCALE * C + channels)
     shift = tl.load(numbers + _SHIFT * C + channels)
     one = tl.full((ROWS, WIDTH), 0.0, ACC)
     two = tl.full((ROWS, WIDTH), 0.0, ACC)
-    for tile in range(strip, tiles, strips):
+    for tile in tl.range(strip, tiles, strips, num_stages=STAGES):
         cells = _cells(tile, period, columns, ROWS)
         value = _read(x, cells, elements, EVEN, False, ACC)
-        gradient = _read(dy, cells, elements, EVEN, SKIPS, ACC)  # beyond the end 0, and so no part of the sums
-        if SKIPS:
-            gradient = tl.where(_read(y, cells, elements, EVEN, True, ACC) <= 0.0, 0.0, gradient)
-            _write(g, cells, gradient, elements, EVEN)
-        else:
-            gradient = tl.where(value * scale[None, :] + shift[None, :] <= 0.0, 0.0, gradient)
+        gradient = _read(dy, cells, elements, EVEN, False, ACC)  # beyond the end 0, and so no part of the sums
+        gradient = tl.where(value * scale[None, :] + shift[None, :] <= 0.0, 0.0, gradient)
         one += gradient
         two += gradient * (value - mean[None, :])
     _write_sums(sums, 0, strip, strips, period, columns, one, FOLD, WIDTH)
@@ -252,8 +249,8 @@ def _products_settled(
 @triton.jit(do_not_specialize=["tiles"])
 def _gradient_kernel(
     x, dy, beside, dx, sums, numbers, line, C, period, elements, tiles,
-    MASKED: tl.constexpr, BESIDE: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr,
-    ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    BESIDE: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr,
+    ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Map dy to dx, to which the gradient that comes from beside is added; where BIASED, sum dx over the pixels."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
@@ -263,12 +260,11 @@ def _gradient_kernel(
     level = tl.load(line + C + channels)
     if BIASED:
         total = tl.full((ROWS, WIDTH), 0.0, ACC)
-    for tile in range(strip, tiles, strips):
+    for tile in tl.range(strip, tiles, strips, num_stages=STAGES):
         cells = _cells(tiles - 1 - tile, period, columns, ROWS)
         value = _read(x, cells, elements, EVEN, True, ACC)
         gradient = _read(dy, cells, elements, EVEN, True, ACC)
-        if MASKED:
-            gradient = tl.where(value * scale[None, :] + shift[None, :] <= 0.0, 0.0, gradient)
+        gradient = tl.where(value * scale[None, :] + shift[None, :] <= 0.0, 0.0, gradient)
         gradient = gradient * scale[None, :] + (value * slope[None, :] + level[None, :])
         if BESIDE:
             gradient += _read(beside, cells, elements, EVEN, True, ACC)
@@ -291,10 +287,10 @@ def _sums_settled(sums, result, C, rows, HEIGHT: tl.constexpr, CHANNELS: tl.cons
 @triton.jit(do_not_specialize=["tiles"])
 def _evaluation_kernel(
     a, b, bias, total, y, weight, beta, mean, variance, C, period, elements, tiles, eps,
-    ADDS: tl.constexpr, SKIPS: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ADDS: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Map a to y by the running statistics: b is added before BatchNorm where ADDS, and after it where SKIPS."""
+    """Map a, or where ADDS x = a + b + bias, to y by the running statistics."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
     scale = tl.load(weight + channels).to(ACC) / tl.sqrt(tl.load(variance + channels).to(ACC) + eps)
     shift = tl.load(beta + channels).to(ACC) - tl.load(mean + channels).to(ACC) * scale
@@ -302,7 +298,7 @@ def _evaluation_kernel(
         offset = tl.load(bias + channels).to(ACC)
         if not ADDS:
             shift += offset * scale
-    for tile in range(strip, tiles, strips):
+    for tile in tl.range(strip, tiles, strips, num_stages=STAGES):
         cells = _cells(tile, period, columns, ROWS)
         x = _read(a, cells, elements, EVEN, True, ACC)
         if ADDS:
@@ -313,8 +309,6 @@ def _evaluation_kernel(
             _write(total, cells, rounded, elements, EVEN)
             x = rounded.to(ACC)
         z = x * scale[None, :] + shift[None, :]
-        if SKIPS:
-            z += _read(b, cells, elements, EVEN, True, ACC)
         _write(y, cells, _relu(z), elements, EVEN)
 
 
@@ -343,7 +337,7 @@ class Plan:
 
     grid: tuple[int]
     strips: int
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
     """What the kernel is told of it."""
     fold: int
     rows: int
@@ -360,7 +354,7 @@ def plan(kernel: str, elements: int, channels: int, multiprocessors: int) -> Pla
     strips = triton.cdiv(tiles, triton.cdiv(tiles, most))
     fold = period // channels if blocks == 1 else 1
     sizes = {"C": channels, "period": period, "elements": elements, "tiles": tiles}
-    sizes |= {"EVEN": elements % tile == 0, "ROWS": ROWS[kernel], "WIDTH": WIDTH}
+    sizes |= {"EVEN": elements % tile == 0, "ROWS": ROWS[kernel], "WIDTH": WIDTH, "STAGES": STAGES[kernel]}
     return Plan((blocks * strips,), strips, sizes, fold, strips * (period // fold) // channels)
 
 

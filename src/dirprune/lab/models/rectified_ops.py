@@ -1,4 +1,4 @@
-"""The kernels of `rectified_kernels` as torch operators with derivatives.
+"""The kernels of `rectified_kernels` as torch operators with derivatives; imported only when used.
 
 Every operator allocates what it returns and nothing waits for the device, so that torch.compile keeps them as they are
 and a CUDA graph holds them. Those with a derivative change nothing; the running statistics have one of their own.
@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import rectified_kernels as kernels
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from dirprune.lab.models import rectified_kernels as kernels
+
 LAST = torch.channels_last
+MOST = 2**30
+"""Elements of a tensor: offsets are 32 bits, and the last tile may reach beyond the end."""
 
 
 def _check(*tensors: Tensor | None) -> None:
     given = [tensor for tensor in tensors if tensor is not None]
     assert all(tensor.is_contiguous(memory_format=LAST) for tensor in given), [tensor.stride() for tensor in given]
     assert all(tensor.dtype == given[0].dtype and tensor.shape == given[0].shape for tensor in given)
-    assert given[0].numel() < 2**30, "offsets are 32 bits, and the last tile may reach beyond the end"
+    assert given[0].numel() < MOST
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -49,54 +52,22 @@ def _numbers(
     return numbers
 
 
-def _mapped(x: Tensor, skip: Tensor | None, numbers: Tensor) -> Tensor:
+def _mapped(x: Tensor, numbers: Tensor) -> Tensor:
     plan, y = kernels.planned("map", x), torch.empty_like(x)
-    skips = skip is not None
-    kernels._forward_kernel[plan.grid](
-        x, skip if skips else x, y, numbers, **plan.sizes, SKIPS=skips, **kernels.accumulated(x)
-    )
+    kernels._forward_kernel[plan.grid](x, y, numbers, **plan.sizes, **kernels.accumulated(x))
     return y
-
-
-def _gradients(
-    x: Tensor, y: Tensor | None, dy: Tensor, beside: Tensor | None, numbers: Tensor, biased: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients by x, the skip, γ, β and the bias; that of the skip is dy where there is none."""
-    channels, pixels = x.shape[1], x.numel() // x.shape[1]
-    plan, common = kernels.planned("products", x), kernels.accumulated(x)
-    sums = x.new_empty(2, plan.rows, channels, dtype=numbers.dtype)
-    skips = y is not None
-    g = torch.empty_like(x) if skips else dy
-    kernels._products_kernel[plan.grid](
-        x, y if skips else x, dy, g, sums, numbers, **plan.sizes, SKIPS=skips, FOLD=plan.fold, **common
-    )
-    dweight, dbias, line = (numbers.new_empty(shape) for shape in (channels, channels, (2, channels)))
-    grid, sizes = kernels.settled(channels)
-    kernels._products_settled[grid](
-        sums, numbers, dweight, dbias, line, C=channels, rows=plan.rows, pixels=pixels, **sizes
-    )
-    plan, dx = kernels.planned("gradient", x), torch.empty_like(x)
-    sums = x.new_empty(plan.rows if biased else 0, channels, dtype=numbers.dtype)
-    kernels._gradient_kernel[plan.grid](
-        x, g, x if beside is None else beside, dx, sums, numbers, line, **plan.sizes,
-        MASKED=not skips, BESIDE=beside is not None, BIASED=biased, FOLD=plan.fold, **common,
-    )  # fmt: skip
-    total = dbias.new_empty(channels if biased else 0)
-    if biased:
-        kernels._sums_settled[grid](sums, total, C=channels, rows=plan.rows, **sizes)
-    return dx, g, dweight, dbias, total
 
 
 @custom_op(
     "dirprune::rectify",
     mutates_args=(),
-    schema="(Tensor x, Tensor? skip, Tensor? offset, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor)",
+    schema="(Tensor x, Tensor? offset, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor)",
 )
-def rectify(x, skip, offset, weight, bias, eps):  # type: ignore[no-untyped-def]
-    """relu(BatchNorm(x + offset) + skip), and the numbers of each channel of x; the offset has no effect."""
-    _check(x, skip)
+def rectify(x, offset, weight, bias, eps):  # type: ignore[no-untyped-def]
+    """relu(BatchNorm(x + offset)), and the numbers of each channel of x; the offset has no effect."""
+    _check(x)
     numbers = _numbers(x, None, None, x, weight, bias, eps)
-    return _mapped(x, skip, numbers), numbers
+    return _mapped(x, numbers), numbers
 
 
 @custom_op(
@@ -109,7 +80,7 @@ def rectify_sum(a, b, offset, weight, bias, eps):  # type: ignore[no-untyped-def
     _check(a, b)
     total = torch.empty_like(a)
     numbers = _numbers(a, b, offset, total, weight, bias, eps)
-    return total, _mapped(total, None, numbers), numbers
+    return total, _mapped(total, numbers), numbers
 
 
 @custom_op(
@@ -120,36 +91,42 @@ def rectify_sum(a, b, offset, weight, bias, eps):  # type: ignore[no-untyped-def
 def rectify_backward(x, dy, beside, numbers, biased):  # type: ignore[no-untyped-def]
     """The gradients by x, γ, β and the bias of x, or nothing for that."""
     _check(x, dy, beside)
-    dx, _, dweight, dbias, doffset = _gradients(x, None, dy, beside, numbers, biased)
-    return dx, dweight, dbias, doffset
-
-
-@custom_op(
-    "dirprune::rectify_skip_backward",
-    mutates_args=(),
-    schema="(Tensor x, Tensor y, Tensor dy, Tensor numbers) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def rectify_skip_backward(x, y, dy, numbers):  # type: ignore[no-untyped-def]
-    """The gradients by x, the skip, γ and β."""
-    _check(x, y, dy)
-    return _gradients(x, y, dy, None, numbers, False)[:4]
+    channels, pixels = x.shape[1], x.numel() // x.shape[1]
+    plan, common = kernels.planned("products", x), kernels.accumulated(x)
+    sums = x.new_empty(2, plan.rows, channels, dtype=numbers.dtype)
+    kernels._products_kernel[plan.grid](x, dy, sums, numbers, **plan.sizes, FOLD=plan.fold, **common)
+    dweight, dbias, line = (numbers.new_empty(shape) for shape in (channels, channels, (2, channels)))
+    grid, sizes = kernels.settled(channels)
+    kernels._products_settled[grid](
+        sums, numbers, dweight, dbias, line, C=channels, rows=plan.rows, pixels=pixels, **sizes
+    )
+    plan, dx = kernels.planned("gradient", x), torch.empty_like(x)
+    sums = x.new_empty(plan.rows if biased else 0, channels, dtype=numbers.dtype)
+    kernels._gradient_kernel[plan.grid](
+        x, dy, x if beside is None else beside, dx, sums, numbers, line, **plan.sizes,
+        BESIDE=beside is not None, BIASED=biased, FOLD=plan.fold, **common,
+    )  # fmt: skip
+    total = dbias.new_empty(channels if biased else 0)
+    if biased:
+        kernels._sums_settled[grid](sums, total, C=channels, rows=plan.rows, **sizes)
+    return dx, dweight, dbias, total
 
 
 @custom_op(
     "dirprune::rectify_evaluated",
     mutates_args=(),
     schema="(Tensor a, Tensor? b, Tensor? offset, Tensor weight, Tensor bias, Tensor mean, Tensor variance, "
-    "float eps, bool adds) -> (Tensor, Tensor)",
+    "float eps) -> (Tensor, Tensor)",
 )
-def rectify_evaluated(a, b, offset, weight, bias, mean, variance, eps, adds):  # type: ignore[no-untyped-def]
-    """By running statistics: total and y if ``adds``, where b comes before BatchNorm; else nothing and y."""
+def rectify_evaluated(a, b, offset, weight, bias, mean, variance, eps):  # type: ignore[no-untyped-def]
+    """total = a + b + offset, or nothing where there is no b, and by running statistics relu(BatchNorm(total))."""
     _check(a, b)
+    adds = b is not None
     y, total = torch.empty_like(a), torch.empty_like(a) if adds else a.new_empty(0)
-    plan = kernels.planned("map" if b is None else "sum", a)
+    plan = kernels.planned("sum" if adds else "map", a)
     kernels._evaluation_kernel[plan.grid](
-        a, a if b is None else b, weight if offset is None else offset, total, y, weight, bias, mean, variance,
-        **plan.sizes, eps=eps, ADDS=adds, SKIPS=b is not None and not adds, BIASED=offset is not None,
-        **kernels.accumulated(a),
+        a, b if adds else a, weight if offset is None else offset, total, y, weight, bias, mean, variance,
+        **plan.sizes, eps=eps, ADDS=adds, BIASED=offset is not None, **kernels.accumulated(a),
     )  # fmt: skip
     return total, y
 
@@ -169,11 +146,16 @@ def track(mean, variance, batches, numbers, offset, momentum):  # type: ignore[n
     )  # fmt: skip
 
 
+def suits(x: Tensor) -> bool:
+    """Tell whether the operators take this tensor."""
+    return (x.is_cuda or kernels.INTERPRETED) and x.is_contiguous(memory_format=LAST) and x.numel() < MOST
+
+
 def _like(x: Tensor) -> Tensor:
     return x.new_empty(5, x.shape[1], dtype=_wide(x))
 
 
-rectify.register_fake(lambda x, skip, offset, weight, bias, eps: (torch.empty_like(x), _like(x)))
+rectify.register_fake(lambda x, offset, weight, bias, eps: (torch.empty_like(x), _like(x)))
 rectify_sum.register_fake(lambda a, b, offset, weight, bias, eps: (torch.empty_like(a), torch.empty_like(a), _like(a)))
 rectify_backward.register_fake(
     lambda x, dy, beside, numbers, biased: (
@@ -181,38 +163,27 @@ rectify_backward.register_fake(
         *(numbers.new_empty(n) for n in (x.shape[1], x.shape[1], x.shape[1] if biased else 0)),
     )
 )
-rectify_skip_backward.register_fake(
-    lambda x, y, dy, numbers: (
-        *(torch.empty_like(x) for _ in range(2)),
-        *(numbers.new_empty(x.shape[1]) for _ in range(2)),
-    )
-)
 rectify_evaluated.register_fake(
-    lambda a, b, offset, weight, bias, mean, variance, eps, adds: (
-        torch.empty_like(a) if adds else a.new_empty(0),
+    lambda a, b, offset, weight, bias, mean, variance, eps: (
+        a.new_empty(0) if b is None else torch.empty_like(a),
         torch.empty_like(a),
     )
 )
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, skip, offset, weight, bias, _ = inputs
-    y, numbers = output
-    ctx.save_for_backward(x, y if skip is not None else None, numbers, offset)
+    x, offset, weight, bias, _ = inputs
+    ctx.save_for_backward(x, output[1], offset)
     ctx.kinds = weight.dtype, bias.dtype
     ctx.set_materialize_grads(False)
 
 
 def _back(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, y, numbers, offset = ctx.saved_tensors
+    x, numbers, offset = ctx.saved_tensors
     dy = torch.zeros_like(x) if dy is None else dy.contiguous(memory_format=LAST)
-    dskip = None
-    if y is None:
-        dx, dweight, dbias, _ = rectify_backward(x, dy, None, numbers, False)
-    else:
-        dx, dskip, dweight, dbias = rectify_skip_backward(x, y, dy, numbers)
+    dx, dweight, dbias, _ = rectify_backward(x, dy, None, numbers, False)
     zero = None if offset is None else torch.zeros_like(offset)
-    return dx, dskip, zero, dweight.to(ctx.kinds[0]), dbias.to(ctx.kinds[1]), None
+    return dx, zero, dweight.to(ctx.kinds[0]), dbias.to(ctx.kinds[1]), None
 
 
 def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
