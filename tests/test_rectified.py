@@ -422,9 +422,11 @@ def compiled(size, kernel, **flags):
         told = subprocess.run([READER, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
     registers, stack = (int(re.search(key + r":(\\d+)", told)[1]) for key in ("REG", "STACK"))
     a_tensor = kernels.ROWS[size] * kernels.WIDTH // (8 * 32 * kernels._COMPILATION["num_warps"])
-    counts = [len(re.findall(way + r"\\.global\\S*\\.v4", made.asm["ptx"])) / a_tensor for way in ("ld", "st")]
+    loads = r"ld\\.global\\S*\\.v4|cp\\.async\\S*shared\\.global .*, 0x10, "  # once for each tile under way
+    counts = [len(re.findall(way, made.asm["ptx"])) / a_tensor for way in (loads, r"st\\.global\\S*\\.v4")]
     fit = 65536 // (kernels.PER_SM[size] * 32 * kernels._COMPILATION["num_warps"])
-    print(*counts, stack, registers <= fit)
+    shared = kernels.PER_SM[size] * made.metadata.shared < 227 * 1024
+    print(counts[0] / kernels.STAGES[size], counts[1], stack, registers <= fit and shared)
 
 compiled("moments", kernels._moments_kernel, ADDS=False, BIASED=False, FOLD=1, EVEN=True)
 compiled("sum", kernels._moments_kernel, ADDS=True, BIASED=True, FOLD=1, EVEN=False)

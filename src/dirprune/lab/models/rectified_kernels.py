@@ -34,11 +34,11 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDTH = 256
 """Columns of a tile."""
-ROWS = {"moments": 16, "sum": 8, "map": 16, "products": 8, "gradient": 8}
+ROWS = {"moments": 16, "sum": 8, "map": 16, "products": 16, "gradient": 8}
 """Rows of a tile: 64 to 128 bytes in flight a thread, as many as registers allow."""
-PER_SM = {"moments": 4, "sum": 5, "map": 8, "products": 5, "gradient": 5}
+PER_SM = {"moments": 4, "sum": 5, "map": 8, "products": 3, "gradient": 5}
 """Programs a multiprocessor, so that all run at once."""
-STAGES = {"moments": 1, "sum": 1, "map": 1, "products": 1, "gradient": 1}
+STAGES = {"moments": 1, "sum": 1, "map": 1, "products": 3, "gradient": 1}
 """Tiles under way at a time, all but one of them in shared memory."""
 SETTLED = {"HEIGHT": 512, "CHANNELS": 8}
 """Rows and channels that a program of the small kernels adds up at a time."""
