@@ -224,6 +224,7 @@ def test_commit_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path:
     source.write_text("")
     monkeypatch.setattr(runs, "__file__", str(source))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("DIRPRUNE_COMMIT", raising=False)
     commit = runs.commit.__wrapped__  # which does not remember
     assert commit() == ""  # not a repository
     git("init", "-q")
@@ -235,6 +236,8 @@ def test_commit_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert commit() == head
     source.write_text("changed = True\n")
     assert commit() == head + "+"
+    monkeypatch.setenv("DIRPRUNE_COMMIT", "abc1234")
+    assert commit() == "abc1234"
 
 
 def test_a_process_goes_on_under_the_commit_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:

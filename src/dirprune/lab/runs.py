@@ -269,11 +269,13 @@ def environment(device: torch.device, world_size: int = 1) -> dict[str, Any]:
 
 @cache
 def commit() -> str:
-    """Return the commit of the source that runs, with a + if it was changed.
+    """Return the commit of the source that runs, with a + if it was changed; outside a repository "".
 
-    It is asked for once: a process goes on with the source that it read. Outside a repository, as on a machine that was
-    sent the source alone, it is $DIRPRUNE_COMMIT, or "".
+    It is asked for once: a process goes on with the source that it read. $DIRPRUNE_COMMIT goes before it, for a machine
+    that was sent the source alone, or on top of an older commit.
     """
+    if told := os.environ.get("DIRPRUNE_COMMIT"):
+        return told
     here = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -284,7 +286,7 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", str(here.parent))
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("DIRPRUNE_COMMIT", "")
+        return ""
 
 
 def _processor() -> str:
