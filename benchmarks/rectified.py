@@ -1,11 +1,12 @@
 """BatchNorm with relu by our kernels against what torch.compile makes of the same, as ratios of one run.
 
-    python benchmarks/rectified.py [--out FILE] [wrn28x10] [shapes]
+    python benchmarks/rectified.py [--out FILE] [wrn28x10] [shapes] [tiles]
 
 Of a network: the captured training step with gRDA as `dirprune bench` takes it, evaluation of 10,000 images, where the
 time of a step goes, and the losses of 50 steps from the same weights. Of the shapes: BatchNorm and relu, forward and
 backward in a CUDA graph, beside the floor: a copy that moves the 16 bytes an element which the two directions have to
-(three passes over bfloat16 forward, five backward). All forms take turns, and the median of the rounds is shown.
+(three passes over bfloat16 forward, five backward). Of the tiles: each kernel with the tiles that it has and with
+others, on tensors that are not in the cache. All forms take turns, and the median of the rounds is shown.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from dirprune.graphs import record
 from dirprune.lab import bench, data, recipes
 from dirprune.lab.data import Batch, Loaders, Synthetic
 from dirprune.lab.models import normalized, rectified_ops
+from dirprune.lab.models import rectified_kernels as kernels
+from dirprune.lab.models.rectified_kernels import Tile
 from dirprune.lab.runs import environment
 from dirprune.lab.tables import merge_rows
 from dirprune.lab.train import evaluate
@@ -42,7 +45,15 @@ STEPS = 50
 SHAPES = ((16, 32), (160, 32), (320, 16), (640, 8))
 """Channels and height of WRN28x10's tensors."""
 NETWORK = "wrn28x10"
-PARTS = (NETWORK, "shapes")
+PARTS = (NETWORK, "shapes", "tiles")
+TRIED = {
+    "moments": [Tile(r, p, warps=1) for r, p in ((4, 16), (4, 24), (8, 8), (8, 12), (8, 16), (16, 8))],
+    "sum": [Tile(r, p, warps=1) for r, p in ((4, 12), (4, 16), (4, 20), (8, 8), (8, 12), (8, 16))],
+    "map": [Tile(8, 12), Tile(4, 16)],
+    "products": [Tile(r, p, warps=1) for r, p in ((4, 12), (4, 16), (4, 20), (8, 8), (8, 12), (8, 16))],
+    "gradient": [Tile(8, 5, 3), *(Tile(r, p, warps=1) for r, p in ((4, 12), (4, 16), (4, 20), (8, 8)))],
+}
+"""Beside those that the kernels have."""
 _START = time.perf_counter()
 
 
@@ -143,6 +154,53 @@ def shapes() -> list[Found]:
     return found
 
 
+def launched(kernel: str, tile: Tile, tensors: list[Tensor], channels: int) -> Callable[[int], object]:
+    """Return what launches the kernel, the i-th time on the i-th tensor and those after it."""
+    device = tensors[0].device
+    plan = kernels.plan(tile, tensors[0].numel(), channels, kernels._multiprocessors(device))
+    sums = torch.empty(2 * plan.rows * channels, device=device)
+    numbers, line = torch.randn(5, channels, device=device), torch.randn(2, channels, device=device)
+    told = plan.sizes | kernels.accumulated(tensors[0])
+    adds = {**plan.sums, "BIASED": True}
+
+    def launch(i: int) -> object:
+        a, b, c, d = (tensors[(i + k) % len(tensors)] for k in range(4))
+        if kernel in ("moments", "sum"):
+            adds["ADDS"] = adds["BIASED"] = kernel == "sum"
+            return kernels._moments_kernel[plan.grid](a, b, line, c if kernel == "sum" else a, sums, **adds, **told)
+        if kernel == "products":
+            return kernels._products_kernel[plan.grid](a, b, sums, numbers, **plan.sums, **told)
+        if kernel == "gradient":
+            return kernels._gradient_kernel[plan.grid](a, b, c, d, sums, numbers, line, BESIDE=True, **adds, **told)
+        return kernels._forward_kernel[plan.grid](a, b, numbers, **told)
+
+    return launch
+
+
+def tiles() -> list[Found]:
+    found: list[Found] = []
+    passes = {"moments": 1, "sum": 3, "map": 2, "products": 2, "gradient": 4}
+    for channels, height in SHAPES[1:]:
+        what = f"{BATCH}×{channels}×{height}×{height}"
+        elements = BATCH * channels * height**2
+        many = max(5, 120_000_000 // elements)  # more than the cache holds
+        tensors = [torch.randn(elements, device=DEVICE, dtype=torch.bfloat16) for _ in range(many)]
+        copies = record(lambda n=many, t=tensors: [t[i].copy_(t[(i + 1) % n]) for i in range(n)])[0]  # type: ignore[misc]
+        for kernel, others in TRIED.items():
+            forms = {str(tile): tile for tile in (kernels.TILES[kernel], *others)}
+            launches = {form: launched(kernel, tile, tensors, channels) for form, tile in forms.items()}
+            work = {"floor": copies.replay}
+            for form, launch in launches.items():
+                work[form] = record(lambda n=many, go=launch: [go(i) for i in range(n)])[0].replay  # type: ignore[misc]
+            times = {form: ms / many for form, ms in turns(work, 5, 1).items()}
+            floor = times["floor"] * passes[kernel] / 2
+            print(f"\n{what}: {kernel}, {1e3 * floor:.1f} µs if as fast as a copy")
+            for form in forms:
+                print(f"  {times[form] / floor:6.2f} ×  {1e3 * times[form]:6.1f} µs  {form}", flush=True)
+                found.append(("tiles", f"{what}, {kernel}", form, times[form], None, times[form] / floor))
+    return found
+
+
 @cache
 def images(workload: bench.Workload, batch_size: int) -> tuple[Loaders, list[Batch]]:
     synthetic = Synthetic(workload.shape, workload.classes, workload.examples, workload.test_examples)
@@ -222,11 +280,11 @@ def main() -> None:
     say(f"{where['device']}, torch {torch.__version__}")
     results: list[Row] = []
     for part in args.parts or PARTS:
-        found = shapes() if part == "shapes" else network()
+        found = {"shapes": shapes, "tiles": tiles, NETWORK: network}[part]()
         results += [Row(*row, where["device"], where["torch"], where["commit"]) for row in found]
         say(f"{part} done")
         if args.out:  # after every part, for a run that is cut off
-            merge_rows(args.out, Row, results, key=["hardware"])
+            merge_rows(args.out, Row, results, key=["hardware", "part"])
         torch.cuda.empty_cache()
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -26,7 +27,7 @@ from dirprune.lab.models import rectified_kernels as kernels
 from dirprune.lab.models import rectified_ops as ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROWS = dict(kernels.ROWS)
+TILES = dict(kernels.TILES)
 EPS = 1e-5
 SHAPES = [(3, 160, 7, 5), (3, 7, 25, 7), (4, 64, 8, 8), (5, 16, 9, 7), (2, 1, 1, 1)]
 """Channels with an odd factor, odd ones, powers of two; pixels that fill tiles and that do not."""
@@ -34,12 +35,12 @@ SHAPES = [(3, 160, 7, 5), (3, 7, 25, 7), (4, 64, 8, 8), (5, 16, 9, 7), (2, 1, 1,
 
 @pytest.fixture(autouse=True, scope="module")
 def _kernels() -> Iterator[None]:
-    """Interpret the kernels where they cannot be compiled; the choice is made when their module is imported."""
+    """Interpret the kernels where they cannot be compiled, which costs by the tile; chosen when they are imported."""
     if DEVICE == "cpu":
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
             importlib.reload(kernels)
-            patch.setattr(kernels, "ROWS", dict.fromkeys(kernels.ROWS, 64))  # interpreting costs by the tile
+            patch.setattr(kernels, "TILES", {name: replace(tile, rows=64) for name, tile in kernels.TILES.items()})
             yield
         importlib.reload(kernels)
     else:
@@ -53,13 +54,12 @@ def _room() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.fixture
-def _many(_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several programs for the same columns, of several tiles each."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(kernels, "ROWS", dict.fromkeys(kernels.ROWS, 4))
-        monkeypatch.setattr(kernels, "PER_SM", dict.fromkeys(kernels.PER_SM, 2))
-        monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 5)
+@pytest.fixture(params=[4, 1])
+def _many(request: pytest.FixtureRequest, _kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several programs for the same columns, of several tiles each; of several warps or one."""
+    tiles = {name: replace(tile, rows=4, per_sm=2, warps=request.param) for name, tile in TILES.items()}
+    monkeypatch.setattr(kernels, "TILES", tiles)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 5)
 
 
 @pytest.fixture
@@ -376,16 +376,26 @@ def test_one_pixel_and_other_layouts_are_refused() -> None:
         ops.rectify(tensor(2, 3, 4, 4).contiguous(), None, weight, bias, EPS)
 
 
-def test_tensors_of_the_networks_fill_their_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_the_networks_fill_their_tiles() -> None:
     """Without a mask anywhere, for whole batches and the last one of an epoch; on a GPU of 132 multiprocessors."""
-    for kernel, rows in ROWS.items():
-        monkeypatch.setitem(kernels.ROWS, kernel, rows)
-        for (channels, height), batch in product(benchmark.SHAPES, (benchmark.BATCH, 80)):
-            pixels = batch * height**2
-            plan = kernels.plan(kernel, pixels * channels, channels, 132)
-            assert plan.sizes["EVEN"]
-            assert plan.grid[0] <= kernels.PER_SM[kernel] * 132
-            assert 8 * plan.rows <= pixels  # the sums are small beside the tensor
+    for tile, (channels, height), batch in product(TILES.values(), benchmark.SHAPES, (benchmark.BATCH, 80)):
+        pixels = batch * height**2
+        plan = kernels.plan(tile, pixels * channels, channels, 132)
+        assert plan.sizes["EVEN"]
+        assert plan.grid[0] <= tile.per_sm * 132
+        assert 8 * plan.rows <= pixels  # the sums are small beside the tensor
+
+
+@pytest.mark.parametrize("kernel", TILES)
+def test_the_benchmark_launches_every_kernel(kernel: str) -> None:
+    """Whatever a kernel has to write it writes, and nothing of what it only reads."""
+    written = {"moments": 0, "sum": 3, "map": 2, "products": 0, "gradient": 4}[kernel]
+    for tile in (TILES[kernel], benchmark.TRIED[kernel][0]):
+        tensors = [tensor(1024, seed=i, dtype=torch.bfloat16, grad=False) for i in range(5)]
+        before = [t.clone() for t in tensors]
+        benchmark.launched(kernel, tile, tensors, 16)(0)
+        changed = [i + 1 for i, (t, old) in enumerate(zip(tensors, before, strict=True)) if not t.equal(old)]
+        assert changed == ([written] if written else [])
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there the benchmark would run")
@@ -407,7 +417,9 @@ HALF = ("a", "b", "total", "x", "y", "dy", "beside", "dx")
 READER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 def compiled(size, kernel, **flags):
-    flags |= dict(ACC=tl.float32, ROWS=kernels.ROWS[size], WIDTH=kernels.WIDTH, STAGES=kernels.STAGES[size])
+    tile = kernels.TILES[size]
+    flags |= dict(ACC=tl.float32, ROWS=tile.rows, WIDTH=kernels.WIDTH, STAGES=tile.stages, FOLD=1)
+    flags |= dict(KEPT=1 if tile.warps == 1 else tile.rows)
     chosen = {name: flags[name] for name in kernel.arg_names if name in flags}
     types = {name: KINDS.get(name, "*bf16" if name in HALF else "*fp32") for name in kernel.arg_names}
     types |= dict.fromkeys(chosen, "constexpr")
@@ -415,24 +427,25 @@ def compiled(size, kernel, **flags):
     where = kernel.arg_names.index
     source = ASTSource(kernel, types, {(where(name),): value for name, value in chosen.items()},
                        {(where(name),): [["tt.divisibility", 16]] for name in known})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=kernels._COMPILATION)
+    options = dict(num_warps=tile.warps, **kernels._COMPILATION)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
         told = subprocess.run([READER, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
     registers, stack = (int(re.search(key + r":(\\d+)", told)[1]) for key in ("REG", "STACK"))
-    a_tensor = kernels.ROWS[size] * kernels.WIDTH // (8 * 32 * kernels._COMPILATION["num_warps"])
+    a_tensor = tile.rows * kernels.WIDTH // (8 * 32 * tile.warps)
     loads = r"ld\\.global\\S*\\.v4|cp\\.async\\S*shared\\.global .*, 0x10, "  # once for each tile under way
     counts = [len(re.findall(way, made.asm["ptx"])) / a_tensor for way in (loads, r"st\\.global\\S*\\.v4")]
-    fit = 65536 // (kernels.PER_SM[size] * 32 * kernels._COMPILATION["num_warps"])
-    shared = kernels.PER_SM[size] * made.metadata.shared < 227 * 1024
-    print(counts[0] / kernels.STAGES[size], counts[1], stack, registers <= fit and shared)
+    fit = 65536 // (tile.per_sm * 32 * tile.warps)
+    shared = tile.per_sm * made.metadata.shared < 227 * 1024
+    print(counts[0] / tile.stages, counts[1], stack, registers <= fit and shared)
 
-compiled("moments", kernels._moments_kernel, ADDS=False, BIASED=False, FOLD=1, EVEN=True)
-compiled("sum", kernels._moments_kernel, ADDS=True, BIASED=True, FOLD=1, EVEN=False)
+compiled("moments", kernels._moments_kernel, ADDS=False, BIASED=False, EVEN=True)
+compiled("sum", kernels._moments_kernel, ADDS=True, BIASED=True, EVEN=False)
 compiled("map", kernels._forward_kernel, EVEN=True)
-compiled("products", kernels._products_kernel, FOLD=1, EVEN=True)
-compiled("gradient", kernels._gradient_kernel, BESIDE=True, BIASED=True, FOLD=1, EVEN=True)
+compiled("products", kernels._products_kernel, EVEN=True)
+compiled("gradient", kernels._gradient_kernel, BESIDE=True, BIASED=True, EVEN=True)
 compiled("sum", kernels._evaluation_kernel, ADDS=True, BIASED=True, EVEN=True)
 """
 

@@ -34,15 +34,32 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDTH = 256
 """Columns of a tile."""
-ROWS = {"moments": 16, "sum": 8, "map": 16, "products": 16, "gradient": 8}
-"""Rows of a tile: 64 to 128 bytes in flight a thread, as many as registers allow."""
-PER_SM = {"moments": 4, "sum": 5, "map": 8, "products": 3, "gradient": 5}
-"""Programs a multiprocessor, so that all run at once."""
-STAGES = {"moments": 1, "sum": 1, "map": 1, "products": 3, "gradient": 1}
-"""Tiles under way at a time, all but one of them in shared memory."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program of a kernel takes at a time, and how many of them run at once."""
+
+    rows: int
+    """64 to 128 bytes in flight a thread, as many as registers allow."""
+    per_sm: int
+    """Programs a multiprocessor, so that all run at once."""
+    stages: int = 1
+    """Tiles under way at a time, all but one of them in shared memory."""
+    warps: int = 4
+    """One holds whole columns, which it can add up for itself."""
+
+
+TILES = {
+    "moments": Tile(rows=16, per_sm=4),
+    "sum": Tile(rows=8, per_sm=5),
+    "map": Tile(rows=16, per_sm=8),
+    "products": Tile(rows=16, per_sm=3, stages=3),
+    "gradient": Tile(rows=8, per_sm=5),
+}
 SETTLED = {"HEIGHT": 512, "CHANNELS": 8}
 """Rows and channels that a program of the small kernels adds up at a time."""
-_COMPILATION = {"num_warps": 4, "enable_fp_fusion": True}
+_COMPILATION = {"enable_fp_fusion": True}
 """Products that are added up are rounded once, as in torch's own CUDA kernels."""
 _MEAN, _INVERSE, _SCALE, _SHIFT, _VARIANCE = (tl.constexpr(i) for i in range(5))  # rows of `numbers`
 
@@ -92,6 +109,12 @@ def _down(values):
 
 
 @triton.jit
+def _kept(values, KEPT: tl.constexpr):
+    """Return what is added up over the tiles: all rows, or their sum where one row is kept."""
+    return _down(values)[None, :] if KEPT == 1 else values
+
+
+@triton.jit
 def _write_sums(sums, which, strip, strips, period, columns, values, FOLD: tl.constexpr, WIDTH: tl.constexpr):
     """Write a column's sum for each of this program's columns, or a channel's where 256 columns repeat the channels."""
     total = _down(values)
@@ -125,8 +148,8 @@ def _relu(z):
 @triton.jit(do_not_specialize=["tiles"])
 def _moments_kernel(
     a, b, bias, total, sums, C, period, elements, tiles,
-    ADDS: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr, ACC: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    ADDS: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr,
+    ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum x − x₀ and its square; where ADDS, x = a + b + bias is written on the way."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
@@ -138,8 +161,8 @@ def _moments_kernel(
         if BIASED:
             first += offset
         first = first.to(total.dtype.element_ty).to(ACC)
-    one = tl.full((ROWS, WIDTH), 0.0, ACC)
-    two = tl.full((ROWS, WIDTH), 0.0, ACC)
+    one = tl.full((KEPT, WIDTH), 0.0, ACC)
+    two = tl.full((KEPT, WIDTH), 0.0, ACC)
     for tile in tl.range(strip, tiles, strips, num_stages=STAGES):
         cells = _cells(tile, period, columns, ROWS)
         x = _read(a, cells, elements, EVEN, ADDS, ACC)
@@ -153,8 +176,8 @@ def _moments_kernel(
         distance = x - first[None, :]
         if not EVEN:
             distance = tl.where(cells < elements, distance, 0.0)
-        one += distance
-        two += distance * distance
+        one += _kept(distance, KEPT)
+        two += _kept(distance * distance, KEPT)
     _write_sums(sums, 0, strip, strips, period, columns, one, FOLD, WIDTH)
     _write_sums(sums, 1, strip, strips, period, columns, two, FOLD, WIDTH)
 
@@ -204,23 +227,23 @@ def _forward_kernel(
 @triton.jit(do_not_specialize=["tiles"])
 def _products_kernel(
     x, dy, sums, numbers, C, period, elements, tiles,
-    EVEN: tl.constexpr, FOLD: tl.constexpr, ACC: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr,
+    ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum g and g·(x − mean)."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
     mean = tl.load(numbers + _MEAN * C + channels)
     scale = tl.load(numbers + _SCALE * C + channels)
     shift = tl.load(numbers + _SHIFT * C + channels)
-    one = tl.full((ROWS, WIDTH), 0.0, ACC)
-    two = tl.full((ROWS, WIDTH), 0.0, ACC)
+    one = tl.full((KEPT, WIDTH), 0.0, ACC)
+    two = tl.full((KEPT, WIDTH), 0.0, ACC)
     for tile in tl.range(strip, tiles, strips, num_stages=STAGES):
         cells = _cells(tile, period, columns, ROWS)
         value = _read(x, cells, elements, EVEN, False, ACC)
         gradient = _read(dy, cells, elements, EVEN, False, ACC)  # beyond the end 0, and so no part of the sums
         gradient = tl.where(value * scale[None, :] + shift[None, :] <= 0.0, 0.0, gradient)
-        one += gradient
-        two += gradient * (value - mean[None, :])
+        one += _kept(gradient, KEPT)
+        two += _kept(gradient * (value - mean[None, :]), KEPT)
     _write_sums(sums, 0, strip, strips, period, columns, one, FOLD, WIDTH)
     _write_sums(sums, 1, strip, strips, period, columns, two, FOLD, WIDTH)
 
@@ -249,7 +272,7 @@ def _products_settled(
 @triton.jit(do_not_specialize=["tiles"])
 def _gradient_kernel(
     x, dy, beside, dx, sums, numbers, line, C, period, elements, tiles,
-    BESIDE: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr,
+    BESIDE: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr,
     ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Map dy to dx, to which the gradient that comes from beside is added; where BIASED, sum dx over the pixels."""
@@ -259,7 +282,7 @@ def _gradient_kernel(
     slope = tl.load(line + channels)
     level = tl.load(line + C + channels)
     if BIASED:
-        total = tl.full((ROWS, WIDTH), 0.0, ACC)
+        total = tl.full((KEPT, WIDTH), 0.0, ACC)
     for tile in tl.range(strip, tiles, strips, num_stages=STAGES):
         cells = _cells(tiles - 1 - tile, period, columns, ROWS)
         value = _read(x, cells, elements, EVEN, True, ACC)
@@ -272,7 +295,7 @@ def _gradient_kernel(
         if BIASED:
             if not EVEN:
                 gradient = tl.where(cells < elements, gradient, 0.0)
-            total += gradient
+            total += _kept(gradient, KEPT)
     if BIASED:
         _write_sums(sums, 0, strip, strips, period, columns, total, FOLD, WIDTH)
 
@@ -336,26 +359,27 @@ class Plan:
     """How a tensor is divided among the programs of a kernel."""
 
     grid: tuple[int]
-    strips: int
     sizes: dict[str, Any]
     """What the kernel is told of it."""
-    fold: int
+    sums: dict[str, int]
+    """And what one that adds up columns."""
     rows: int
     """Partial sums of each channel."""
 
 
-def plan(kernel: str, elements: int, channels: int, multiprocessors: int) -> Plan:
+def plan(tile: Tile, elements: int, channels: int, multiprocessors: int) -> Plan:
     """Return the plan: as many programs as run at once or fewer, of as many tiles each as the others or one fewer."""
     period = lcm(channels, WIDTH)
-    tile = ROWS[kernel] * period
-    tiles = triton.cdiv(elements, tile)
+    tiles = triton.cdiv(elements, tile.rows * period)
     blocks = period // WIDTH
-    most = max(1, PER_SM[kernel] * multiprocessors // blocks)
+    most = max(1, tile.per_sm * multiprocessors // blocks)
     strips = triton.cdiv(tiles, triton.cdiv(tiles, most))
     fold = period // channels if blocks == 1 else 1
-    sizes = {"C": channels, "period": period, "elements": elements, "tiles": tiles}
-    sizes |= {"EVEN": elements % tile == 0, "ROWS": ROWS[kernel], "WIDTH": WIDTH, "STAGES": STAGES[kernel]}
-    return Plan((blocks * strips,), strips, sizes, fold, strips * (period // fold) // channels)
+    sizes = {"C": channels, "period": period, "elements": elements, "tiles": tiles, "WIDTH": WIDTH}
+    sizes |= {"EVEN": elements % (tile.rows * period) == 0, "ROWS": tile.rows}
+    sizes |= {"STAGES": tile.stages, "num_warps": tile.warps}
+    sums = {"FOLD": fold, "KEPT": 1 if tile.warps == 1 else tile.rows}
+    return Plan((blocks * strips,), sizes, sums, strips * (period // fold) // channels)
 
 
 @cache
@@ -364,7 +388,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def planned(kernel: str, x: Tensor) -> Plan:
-    return plan(kernel, x.numel(), x.shape[1], _multiprocessors(x.device))
+    return plan(TILES[kernel], x.numel(), x.shape[1], _multiprocessors(x.device))
 
 
 def accumulated(x: Tensor) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def _numbers(
     added = b is not None
     kernels._moments_kernel[plan.grid](
         a, b if added else a, a if offset is None else offset, total, sums, **plan.sizes,
-        ADDS=added, BIASED=offset is not None, FOLD=plan.fold, **kernels.accumulated(a),
+        ADDS=added, BIASED=offset is not None, **plan.sums, **kernels.accumulated(a),
     )  # fmt: skip
     numbers = a.new_empty(5, channels, dtype=_wide(a))
     grid, sizes = kernels.settled(channels)
@@ -94,7 +94,7 @@ def rectify_backward(x, dy, beside, numbers, biased):  # type: ignore[no-untyped
     channels, pixels = x.shape[1], x.numel() // x.shape[1]
     plan, common = kernels.planned("products", x), kernels.accumulated(x)
     sums = x.new_empty(2, plan.rows, channels, dtype=numbers.dtype)
-    kernels._products_kernel[plan.grid](x, dy, sums, numbers, **plan.sizes, FOLD=plan.fold, **common)
+    kernels._products_kernel[plan.grid](x, dy, sums, numbers, **plan.sizes, **plan.sums, **common)
     dweight, dbias, line = (numbers.new_empty(shape) for shape in (channels, channels, (2, channels)))
     grid, sizes = kernels.settled(channels)
     kernels._products_settled[grid](
@@ -104,7 +104,7 @@ def rectify_backward(x, dy, beside, numbers, biased):  # type: ignore[no-untyped
     sums = x.new_empty(plan.rows if biased else 0, channels, dtype=numbers.dtype)
     kernels._gradient_kernel[plan.grid](
         x, dy, x if beside is None else beside, dx, sums, numbers, line, **plan.sizes,
-        BESIDE=beside is not None, BIASED=biased, FOLD=plan.fold, **common,
+        BESIDE=beside is not None, BIASED=biased, **plan.sums, **common,
     )  # fmt: skip
     total = dbias.new_empty(channels if biased else 0)
     if biased:
