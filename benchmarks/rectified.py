@@ -226,16 +226,14 @@ def scored(made: bench._Trainer) -> Callable[[], object]:
 
 
 def breakdown(made: bench._Trainer) -> Counter[str]:
-    """Return milliseconds of a step by kind of kernel."""
+    """Return milliseconds of a step by kernel, those that inductor wrote together."""
     steps = 5
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         made.steps(steps)
     spent: Counter[str] = Counter()
     for event in profiled.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            kind = "triton, by inductor" if event.name.startswith("triton_") else "convolutions and others"
-            if event.name.startswith("_") and event.name.endswith(("_kernel", "_settled")):
-                kind = event.name
+            kind = "triton, by inductor" if event.name.startswith("triton_") else event.name.split("(")[0][:72]
             spent[kind] += event.time_range.elapsed_us() / 1e3 / steps
     return spent
 
@@ -261,8 +259,8 @@ def network() -> list[Found]:
         found += [(NETWORK, what, form, ms, ms / times["plain"], None) for form, ms in times.items()]
     for form, made in both.items():
         print(f"where a step goes, {form}")
-        for kind, ms in breakdown(made).most_common():
-            print(f"  {kind:32}{ms:9.3f} ms", flush=True)
+        for kind, ms in breakdown(made).most_common(20):
+            print(f"  {kind:72}{ms:9.3f} ms", flush=True)
             found.append((NETWORK, f"in a step: {kind}", form, ms, None, None))
     return found
 
