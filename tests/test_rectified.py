@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -19,9 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dirprune import GRDA
 from dirprune.batchnorm import batchnorms, estimate_statistics
 from dirprune.lab import models
 from dirprune.lab.execution import Execution
+from dirprune.lab.lean import Lean
 from dirprune.lab.models import normalized
 from dirprune.lab.models import rectified_kernels as kernels
 from dirprune.lab.models import rectified_ops as ops
@@ -227,6 +230,9 @@ def plain_summed(branches: normalized.Branches, norm: nn.Module) -> tuple[Tensor
         {"replaced": True},
         {"affine": False},
         {"track_running_stats": False},
+        {"untracked": True},
+        {"hook": True},
+        {"watched": True},
         {"momentum": None},
         {"momentum": 0.7, "eps": 0.1, "dilation": 1, "groups": 2},
     ],
@@ -244,6 +250,12 @@ def test_any_layers_compiled_are_the_layers_themselves(options: dict[str, Any]) 
     layers = layers.to(DEVICE, torch.float64, memory_format=torch.channels_last).train(training)
     for p in layers[2:].parameters():
         nn.init.normal_(p)
+    for norm in layers[2:]:
+        norm.track_running_stats &= "untracked" not in options
+    if "hook" in options:  # as torch's older weight norm is one
+        first.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+    if "watched" in options:
+        layers[2].register_forward_hook(lambda module, inputs, outputs: outputs + 1)
     same, x = deepcopy(layers), tensor(4, 4, 7, 6)
     candidate = compiled(lambda: block(same, x, normalized.rectified, normalized.summed))
     with torch.set_grad_enabled(training):
@@ -350,6 +362,62 @@ def test_only_what_an_execution_compiles_may_use_them(monkeypatch: pytest.Monkey
     assert seen(1) == (1, ops)
     assert Execution().compiled(lambda: normalized._ops)() is None
     assert normalized._ops is None
+
+
+@pytest.mark.usefixtures("_room", "_allowed")
+def test_what_is_compiled_changes_hands_with_the_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, names = network(torch.float32), []
+    images = tensor(2, 3, 32, 32, dtype=torch.float32, grad=False)
+
+    def watched(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        names.append(sum("rectify" in str(node.target) for node in graph.graph.nodes))
+        return lambda *inputs: graph(*inputs)
+
+    forward = torch.compile(model, backend=watched, dynamic=False)
+    for permission in (None, ops, None, ops):
+        monkeypatch.setattr(normalized, "_ops", permission)
+        forward(images)
+    assert names == [0, 7]
+
+
+@pytest.mark.usefixtures("_room", "_allowed")
+@pytest.mark.parametrize("training", [True, False])
+def test_an_empty_batch_and_one_too_large_go_the_plain_way(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network(torch.float32).train(training)
+    with torch.no_grad():
+        assert compiled(model)(tensor(0, 3, 32, 32, dtype=torch.float32, grad=False)).shape == (0, 4)
+        monkeypatch.setattr(ops, "MOST", 2 * 32**2 * 16 + 1)  # what the stem gives, and no more
+        names = targets_of(model, tensor(2, 3, 32, 32, dtype=torch.float32, grad=False))
+    assert sum("rectify" in name for name in names) == 5  # two may give 32 channels of 32×32 pixels
+
+
+@pytest.mark.usefixtures("_room", "_allowed")
+def test_weights_in_bfloat16_train_bit_for_bit_as_float32_ones_under_autocast() -> None:
+    images, targets = tensor(4, 3, 32, 32, dtype=torch.float32, grad=False), torch.arange(4, device=DEVICE)
+    states = []
+    for lean in (True, False):
+        model = network(torch.float32)
+        optimizer = GRDA(model.parameters(), lr=0.1, c=0.01, mu=0.6)
+        forward = compiled(model)
+        with Lean(model, optimizer) if lean else nullcontext():
+            for _ in range(2):
+                optimizer.zero_grad()
+                with torch.autocast(DEVICE, torch.bfloat16):
+                    loss = F.cross_entropy(forward(images).float(), targets)
+                loss.backward()
+                optimizer.step()
+        states.append(model.state_dict())
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    assert any(p.abs().max() > 0 for name, p in states[0].items() if name.endswith("conv2.bias"))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
+def test_an_infinite_value_is_not_hidden_from_the_statistics() -> None:
+    x = tensor(2, 3, 4, 4, grad=False)
+    x[1, 1, 2, 2] = float("inf")
+    numbers = ops.rectify(x, None, *parameters(3), EPS)[1]
+    assert numbers[4, 1].isnan()
+    assert numbers[4, [0, 2]].isfinite().all()
 
 
 def test_the_operators_keep_torchs_rules() -> None:

@@ -71,17 +71,25 @@ def _covers(norm: nn.BatchNorm2d, inputs: Tensor) -> bool:
         and type(norm) is nn.BatchNorm2d
         and norm.affine
         and norm.momentum is not None
+        and norm.track_running_stats
         and norm.running_mean is not None
+        and not _hooked(norm)
         and (norm.training or not torch.is_grad_enabled())
-        and bool(_ops.suits(inputs))
+        and bool(_ops.suits(inputs, norm.num_features))
     )
 
 
+def _hooked(module: nn.Module) -> bool:
+    """Whether somebody watches or changes what the layer does when it is called."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
+
+
 def _parted(layer: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return what the layer gives without its bias, and the bias."""
-    if type(layer) is nn.Conv2d and layer.bias is not None:
+    """Return what the layer gives without its bias, and the bias as autocast would round it."""
+    if type(layer) is nn.Conv2d and layer.bias is not None and not _hooked(layer):
         unbiased = layer._conv_forward(inputs, layer.weight, None)
-        return unbiased.contiguous(memory_format=torch.channels_last), layer.bias
+        return unbiased.contiguous(memory_format=torch.channels_last), layer.bias.to(unbiased.dtype)
     return layer(inputs).contiguous(memory_format=torch.channels_last), None
 
 

@@ -21,7 +21,7 @@ back from the end, where the reduction before them has just been, and find that 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import lcm
 from typing import Any
@@ -198,7 +198,7 @@ def _moments_settled(
     one, two = _read_sums(sums, rows, C, True, HEIGHT, CHANNELS)
     distance = one * share
     mean = (start + distance).to(TYPE)
-    variance = tl.maximum(two * share - distance * distance, 0.0)
+    variance = tl.maximum(two * share - distance * distance, 0.0, propagate_nan=tl.PropagateNan.ALL)
     inverse = 1.0 / tl.sqrt(variance.to(TYPE) + eps)
     scale = gamma * inverse
     at = numbers + channel
@@ -388,7 +388,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def planned(kernel: str, x: Tensor) -> Plan:
-    return plan(TILES[kernel], x.numel(), x.shape[1], _multiprocessors(x.device))
+    tile = TILES[kernel] if x.element_size() < 8 else replace(TILES[kernel], stages=1)  # as shared memory may be small
+    return plan(tile, x.numel(), x.shape[1], _multiprocessors(x.device))
 
 
 def accumulated(x: Tensor) -> dict[str, Any]:

@@ -146,9 +146,10 @@ def track(mean, variance, batches, numbers, offset, momentum):  # type: ignore[n
     )  # fmt: skip
 
 
-def suits(x: Tensor) -> bool:
-    """Tell whether the operators take this tensor."""
-    return (x.is_cuda or kernels.INTERPRETED) and x.is_contiguous(memory_format=LAST) and x.numel() < MOST
+def suits(x: Tensor, channels: int) -> bool:
+    """Tell whether the operators take what a layer makes of this tensor, with so many channels and no more pixels."""
+    elements = x.numel() // max(1, x.shape[1]) * channels
+    return (x.is_cuda or kernels.INTERPRETED) and x.is_contiguous(memory_format=LAST) and 0 < elements < MOST
 
 
 def _like(x: Tensor) -> Tensor:
