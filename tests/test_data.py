@@ -117,6 +117,17 @@ def test_plain_pass_is_in_order_and_unaugmented() -> None:
     assert torch.cat([y for _, y in loader]).tolist() == list(range(9))
 
 
+def test_the_next_pass_is_drawn_ahead_and_is_the_same() -> None:
+    fresh = lambda: numbered(23, batch_size=7)  # noqa: E731
+    loader = fresh()
+    for epoch in (1, 2, 3, 7, 8, 8, 2):
+        passes = [[torch.cat(part) for part in zip(*of.epoch(epoch), strict=True)] for of in (loader, fresh())]
+        torch.testing.assert_close(*passes, rtol=0, atol=0)
+        assert list(loader._plans) == [epoch + 1]
+    next(loader.epoch(3))  # and left there
+    torch.testing.assert_close(list(loader.epoch(3)), list(fresh().epoch(3)), rtol=0, atol=0)
+
+
 def test_pass_is_a_pure_function_of_seed_and_epoch() -> None:
     loader = numbered(23, batch_size=5)
     first = list(loader.epoch(3))

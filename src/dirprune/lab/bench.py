@@ -84,6 +84,7 @@ class _Trainer:
         self.scoring = make_scoring(self.model, self.model, self.execution, device)
         self.loaders = loaders
         self.batches = batches
+        self._epoch = 0
         self.tally = Tally(len(loaders.train), device)
         example = self.batches[0][0]
         self.step = make_step(
@@ -102,7 +103,8 @@ class _Trainer:
         """Seconds for an epoch as training spends them: data, steps, evaluation."""
         self.tally.reset()
         start = _now()
-        for batch in self.loaders.train.epoch(2):
+        self._epoch += 1
+        for batch in self.loaders.train.epoch(self._epoch):
             self.step(*batch)
         evaluate(self.model, self.loaders.test, scoring=self.scoring)
         return _now() - start

@@ -1,7 +1,7 @@
 """Sets small enough to live on the training device: shuffled, augmented and normalised there, many batches at once."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -61,6 +61,7 @@ class ResidentLoader:
     batching: Batching
     normalization: Normalization
     padding: int | None = None
+    _plans: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def examples(self) -> int:
@@ -77,11 +78,17 @@ class ResidentLoader:
         return self._batches(torch.arange(self.examples).unsqueeze(1))
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
+        plan = self._plans.pop(epoch, None)
+        yield from self._batches(self._plan(epoch) if plan is None else plan)
+        self._plans.clear()
+        self._plans[epoch + 1] = self._plan(epoch + 1)  # most likely the next one, and the device is still busy
+
+    def _plan(self, epoch: int) -> Tensor:
         generator = self.batching.generator(epoch)
         plan = torch.randperm(self.examples, generator=generator).unsqueeze(1)
         if self.padding is not None:
             plan = torch.cat([plan, draw_crop_flip(self.examples, self.padding, generator)], dim=1)
-        return self._batches(plan)
+        return plan
 
     @cached_property
     def _crops(self) -> Crops:
