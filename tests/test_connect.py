@@ -180,6 +180,33 @@ def test_mixed_precisions_are_kept() -> None:
     }
 
 
+class Noting(nn.Module):
+    """Follows the mean of what it sees, even in eval mode."""
+
+    def __init__(self, rebinds: bool) -> None:
+        super().__init__()
+        self.layer, self.rebinds = nn.Linear(4, 3), rebinds
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        if self.rebinds:
+            self.mean = mean
+        else:
+            self.mean.copy_(mean)
+        return self.layer(x - mean)
+
+
+@pytest.mark.parametrize("rebinds", [True, False])
+def test_no_point_depends_on_those_measured_before_it(rebinds: bool) -> None:
+    model = Noting(rebinds)
+    data = [(inputs + 1, targets % 3) for inputs, targets in points_of(8, size=4)]
+    profile = curve_profile(model, BezierCurve(take(model), take(model)), loaders_of(data, data), points=3)
+    assert len({astuple(point)[1:] for point in profile.points}) == 1
+    assert profile.points[0].train_loss == profile.points[0].test_loss
+    assert not model.mean.any()
+
+
 def test_bad_curves_are_refused_by_name() -> None:
     wider = nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Dropout(0.5), nn.Linear(9, 2))
     with pytest.raises(ValueError, match=r"'0\.weight' has shape \(8, 4\) in start and \(9, 4\) in end"):

@@ -739,6 +739,53 @@ def test_hutchinson_estimates_the_exact_diagonal() -> None:
         hessian_diagonal(op, samples=0)
 
 
+class Cut(nn.Sequential):
+    """A network without a derivative."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            return super().forward(inputs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+def test_what_is_cut_off_from_the_parameters_is_refused(kind: Any, compiled: bool) -> None:
+    """Its Hessian would seem to be zero."""
+    data = [(torch.ones(2, 3), torch.zeros(2, 1))]
+    options = {"kind": kind, "compiled": compiled}
+    for model, loss in (
+        (Cut(nn.Linear(3, 1)), nn.functional.mse_loss),
+        (nn.Sequential(nn.Linear(3, 1)), lambda outputs, targets: nn.functional.mse_loss(outputs.detach(), targets)),
+    ):
+        with pytest.raises(ValueError, match="no derivative by any parameter"):
+            HessianOperator(model, loss, data, **options) @ torch.ones(4)
+    unused = nn.Sequential(nn.Linear(3, 1))
+    unused.register_parameter("other", nn.Parameter(torch.ones(2)))
+    assert not (
+        HessianOperator(unused, nn.functional.mse_loss, data, parameters=["other"], kind=kind) @ torch.ones(2)
+    ).any()
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_products_do_not_depend_on_the_mode_they_are_asked_for_in(around: Callable[[], Any]) -> None:
+    model, data = mlp(), unequal_batches(4)
+    op = HessianOperator(model.float(), nn.functional.cross_entropy, [(x.float(), y) for x, y in data])
+    expected = op @ torch.ones(op.size)
+    with around():
+        torch.testing.assert_close(op @ torch.ones(op.size), expected, rtol=0, atol=0)
+    with torch.inference_mode():
+        assert top_eigenpairs(op, 1).values[0] > 0
+
+
+def test_a_matrix_that_has_no_real_eigenpairs_is_refused() -> None:
+    with pytest.raises(ValueError, match="apart from its transpose"):
+        top_eigenpairs(torch.tensor([[1.0, 2.0], [4.0, 1.0]]), 1)
+    with pytest.raises(ValueError, match="int64"):
+        top_eigenpairs(torch.eye(4, dtype=torch.int64), 1)
+    with pytest.raises(ValueError, match=r"k is 2\.0"):
+        top_eigenpairs(torch.eye(4), 2.0)  # type: ignore[arg-type]
+
+
 def test_a_dense_matrix_is_made_symmetric() -> None:
     matrix = dense(MatrixOperator(torch.tensor([[1.0, 2.0], [4.0, 1.0]])))
     assert matrix.tolist() == [[1.0, 3.0], [3.0, 1.0]]

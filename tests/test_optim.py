@@ -753,6 +753,37 @@ def test_prunable_groups(exempt: tuple[str, ...], dense: set[str]) -> None:
     assert set(kept) == {name for name, c in names.items() if c == 0}
 
 
+class RMSNormGated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.gate = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4))
+
+
+class Normalized(nn.Linear):
+    """Is no normalisation layer."""
+
+
+def test_prunable_groups_knows_biases_and_norms_by_any_name() -> None:
+    model = nn.ModuleDict()
+    model["rnn"], model["attention"] = nn.LSTM(2, 3, bidirectional=True), nn.MultiheadAttention(4, 2, add_bias_kv=True)
+    model["gated"], model["linear"] = RMSNormGated(), Normalized(4, 4)
+    model["outer"], model["shape"] = nn.Module(), nn.LayerNorm((3, 4))
+    model["inner"] = nn.LayerNorm(4)
+    model["outer"].gain = model["inner"].weight
+    pruned = {name for group in prunable_groups(model, 0.1) if group["c"] for name, _ in group["params"]}
+    matrices = {f"rnn.weight_{part}_l0{way}" for part in ("ih", "hh") for way in ("", "_reverse")}
+    attention = {"attention.in_proj_weight", "attention.out_proj.weight"}
+    assert pruned == matrices | attention | {"gated.gate", "linear.weight"}
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_rate_with_a_gradient_is_a_rate(shape: tuple[int, ...]) -> None:
+    rate = torch.full(shape, 0.1, requires_grad=True)
+    optimizer = GRDA(nn.Linear(2, 2).parameters(), lr=rate)
+    assert (optimizer.param_groups[0]["lr"] is rate) == (shape == ())
+    copy.deepcopy(optimizer).load_state_dict(optimizer.state_dict())
+
+
 def test_prunable_groups_needs_the_names_that_a_module_has() -> None:
     model: Any = nn.Linear(2, 2).parameters()
     with pytest.raises(ValueError, match=r"^model=<generator.* is not a module; pass the model itself"):

@@ -157,3 +157,26 @@ def test_zero_input_channels_alone_are_told() -> None:
     text = str(sparsity({"w": torch.tensor([[1.0, 0.0], [1.0, 0.0]])}))
     assert "1/2" in text
     assert "No output or input channel" not in text
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_channels_of_a_grouped_convolution(transposed: bool) -> None:
+    """Against what the layer does: outputs that are always zero, inputs that change nothing."""
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    layer = kind(8, 12, 3, groups=4, bias=False).double()
+    with torch.no_grad():
+        layer.weight[:2] = 0
+        layer.weight[:, 1] = 0
+        layer.weight[5] = 0
+    x = torch.randn(2, 8, 6, 6, dtype=torch.float64)
+    outputs = (layer(x) == 0).all(0).flatten(1).all(1).sum()
+    inputs = sum(torch.equal(layer(x), layer(x.index_fill(1, torch.tensor([i]), 0.0))) for i in range(8))
+    found = sparsity(layer).layers[0]
+    assert (found.output_channels, found.zero_output_channels) == (12, outputs)
+    assert (found.input_channels, found.zero_input_channels) == (8, inputs)
+    assert outputs
+    assert inputs
+
+
+def test_the_table_can_be_printed_by_any_terminal() -> None:
+    str(sparsity(nn.Conv2d(3, 2, 1))).encode("cp1252")

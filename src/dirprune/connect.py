@@ -57,6 +57,8 @@ class BezierCurve(nn.Module):
                 raise ValueError(
                     f"{name} is a {type(weights).__name__}; give weights by name, as take(model) returns them"
                 )
+            if not weights:
+                raise ValueError(f"{name} holds no weights; give those of a network, as take(model) returns them")
         self._like = {name: tensor.detach().to("meta") for name, tensor in start.items()}
         # Flat vectors: a point of the curve is a few large operations, however many layers the network has. Endpoints
         # are checkpoints already, hence not persistent: the state of the curve is its bends.

@@ -12,11 +12,12 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 
 from dirprune.basis import fresh, inner, length, orthogonalise, rotate, unit_of
-from dirprune.batches import Loss, examples_in, moved, pairs, refuse_iterator
+from dirprune.batches import Loss, examples_in, mean_loss, moved, pairs, refuse_iterator
 from dirprune.modes import eval_mode
-from dirprune.products import Kind, PlainWeightNorm, forward_product, outputs_of, reverse_product
+from dirprune.products import Kind, PlainWeightNorm, check_derivative, forward_product, outputs_of, reverse_product
 from dirprune.weights import Weights, stateless, unflatten
 
 Which = Literal["largest", "magnitude"]
@@ -44,6 +45,8 @@ class MatrixOperator:
     def __init__(self, matrix: Tensor) -> None:
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ValueError(f"matrix has shape {tuple(matrix.shape)}; a symmetric operator needs a square one")
+        if not matrix.is_floating_point():
+            raise ValueError(f"matrix is of {matrix.dtype}; give real numbers, e.g. matrix.double()")
         self.matrix, self.size, self.dtype, self.device = matrix, matrix.shape[0], matrix.dtype, matrix.device
 
     def __matmul__(self, vector: Tensor) -> Tensor:
@@ -52,7 +55,13 @@ class MatrixOperator:
 
 def operator_of(op: SymmetricOperator | Tensor) -> SymmetricOperator:
     """Return the operator, which may be given as a symmetric matrix."""
-    return MatrixOperator(op) if isinstance(op, Tensor) else op
+    if not isinstance(op, Tensor):
+        return op
+    found = MatrixOperator(op)
+    apart = float((op - op.T).abs().max()) if op.numel() else 0.0
+    if apart > torch.finfo(op.dtype).eps ** 0.5 * float(op.abs().max()):
+        raise ValueError(f"the matrix is up to {apart:.2g} apart from its transpose; give a symmetric one: (A + Aᵀ)/2")
+    return found
 
 
 class _Batch(NamedTuple):
@@ -131,10 +140,11 @@ class HessianOperator:
     def __matmul__(self, vector: Tensor) -> Tensor:
         """Return H v for one vector [d], or HV for a block [d, k]."""
         self._check(vector)
-        columns = vector.detach().reshape(self.size, -1).T.contiguous()  # compiled code is for one layout
-        totals = torch.zeros_like(columns)
         examples = common = 0
-        with _undisturbed(self.model, self.device), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+        with _undisturbed(self.model, self.device), _differentiable(self.device):
+            # A copy: compiled code is for one layout, and a tensor of inference mode takes no part in derivatives.
+            columns = vector.detach().reshape(self.size, -1).T.clone(memory_format=torch.contiguous_format)
+            totals = torch.zeros_like(columns)
             weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
             buffers = dict(self.model.named_buffers())
             for inputs, targets in pairs(self.batches, "batches"):
@@ -163,6 +173,8 @@ class HessianOperator:
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
         with PlainWeightNorm():
             outputs = outputs_of(self._model_at, {**weights, **leaves, **copies}, batch.inputs, self.autocast)
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
+            self._check_graph(batch, weights, buffers)
         product = reverse_product(self.kind, outputs, batch.targets, self.loss_fn, list(leaves.values()))
         return lambda vector: dict(zip(vector, product(list(vector.values())), strict=True))
 
@@ -172,6 +184,7 @@ class HessianOperator:
         def product(vector: Weights) -> Weights:
             try:
                 if not self._tried:  # what the plain function cannot do has crashed the compiler, and the process
+                    self._check_graph(batch, weights, buffers)
                     self._forward(weights, vector, buffers, batch.inputs, batch.targets)
                     self._tried = True
                 return forward(weights, vector, buffers, batch.inputs, batch.targets)
@@ -183,6 +196,13 @@ class HessianOperator:
                 ) from error
 
         return product
+
+    def _check_graph(self, batch: _Batch, weights: Weights, buffers: Weights) -> None:
+        """Refuse a model or loss that is cut off from the parameters: H would seem to be zero."""
+        leaves = {name: w.detach().requires_grad_(w.is_floating_point()) for name, w in weights.items()}
+        copies = {name: buffer.clone() for name, buffer in buffers.items()}
+        outputs = outputs_of(self._model_at, {**leaves, **copies}, batch.inputs, self.autocast)
+        check_derivative(mean_loss(self.loss_fn, outputs, batch.targets))
 
     def _check(self, vector: Tensor) -> None:
         if vector.ndim not in (1, 2) or vector.shape[0] != self.size:
@@ -214,6 +234,14 @@ def _choose(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Param
     if len(kinds) > 1:
         raise ValueError(f"the parameters differ in dtype or device: {sorted(map(str, kinds))}; move them to one")
     return chosen
+
+
+@contextmanager
+def _differentiable(device: torch.device) -> Iterator[None]:
+    """Leave what the caller may be in: a mode without derivatives, or a lower precision than was asked for."""
+    precision = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), precision, sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 @contextmanager
@@ -384,7 +412,7 @@ def lanczos_steps(
 def _check_request(op: SymmetricOperator, k: int, which: str, size: int, tolerance: float, max_iterations: int) -> None:
     if which not in ("largest", "magnitude"):
         raise ValueError(f"which is {which!r}; choose 'largest' or 'magnitude'")
-    if not 1 <= k <= op.size:
+    if not isinstance(k, int) or not 1 <= k <= op.size:
         raise ValueError(f"k is {k}; an operator of size {op.size} has 1 to {op.size} eigenpairs")
     if size < min(k + 2, op.size):
         raise ValueError(f"basis_size is {size}; {k} eigenpairs need at least {k + 2}")

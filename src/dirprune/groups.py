@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias", "norm")) -> list[dict[str, Any]]:
@@ -17,8 +17,8 @@ def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias",
     Args:
         model: whose parameters to group; the groups keep their names.
         c: the pruning strength of everything not exempt.
-        exempt: any of ``"bias"`` (every bias), ``"norm"`` (the parameters of normalisation layers), and patterns of
-            parameter names such as ``"head.*"``.
+        exempt: any of ``"bias"`` (every parameter that is named a bias), ``"norm"`` (the parameters of normalisation
+            layers), and patterns of parameter names such as ``"head.*"``.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
@@ -31,28 +31,45 @@ def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias",
         )
     if isinstance(exempt, str):
         raise ValueError(f"exempt={exempt!r} is a string; give a sequence of them, e.g. exempt=({exempt!r},)")
-    norms = {
-        f"{name}.{leaf}" if name else leaf
-        for name, module in model.named_modules()
-        if any(re.search(r"norm(\dd)?$", kind.__name__, re.IGNORECASE) for kind in type(module).__mro__)
-        for leaf, _ in module.named_parameters(recurse=False)
-    }
     names = [name for name, _ in model.named_parameters()]
-    kept_dense: set[str] = set()
+    aliases: dict[Tensor, list[str]] = {}  # a shared tensor has several names, and is exempt by any of them
+    for name, p in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(p, []).append(name)
+    kept_dense: set[Tensor] = set()
     for rule in exempt:
         if rule == "bias":
-            kept_dense.update(name for name in names if name.rpartition(".")[2].endswith("bias"))
+            kept_dense.update(p for p, known in aliases.items() if any(map(_is_bias, known)))
         elif rule == "norm":
-            kept_dense.update(norms)
+            kept_dense.update(p for module in model.modules() for p in _of_norm(module))
         else:
-            matches = [name for name in names if fnmatchcase(name, rule)]
+            matches = {p for p, known in aliases.items() if any(fnmatchcase(name, rule) for name in known)}
             if not matches:
                 some = f" like {names[0]!r}" if names else ""
                 raise ValueError(
                     f"exempt={rule!r} matches no parameter; use 'bias', 'norm' or a pattern of names{some}"
                 )
             kept_dense.update(matches)
-    prunable = [(name, p) for name, p in model.named_parameters() if name not in kept_dense]
-    dense = [(name, p) for name, p in model.named_parameters() if name in kept_dense]
+    prunable = [(name, p) for name, p in model.named_parameters() if p not in kept_dense]
+    dense = [(name, p) for name, p in model.named_parameters() if p in kept_dense]
     groups: list[dict[str, Any]] = [{"params": prunable, "c": c}, {"params": dense, "c": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def _is_bias(name: str) -> bool:
+    """Tell whether a parameter's own name says so: bias, in_proj_bias, bias_ih_l0, bias_k."""
+    own = name.rpartition(".")[2]
+    return own.endswith("bias") or "bias" in own.split("_")
+
+
+def _of_norm(module: nn.Module) -> list[Tensor]:
+    """Return the own parameters of a normalisation layer, by the name of its class or of one that it derives from.
+
+    All of a …Norm or …Norm2d; of an RMSNormGated or LayerNormLSTM, which may do more, those that scale or shift.
+    """
+    own: list[Tensor] = list(module.parameters(recurse=False))
+    kinds = [kind.__name__ for kind in type(module).__mro__]
+    if any(re.search(r"norm(\dd)?$", kind, re.IGNORECASE) for kind in kinds):
+        return own
+    if any(re.search(r"[Nn]orm(?![a-z])", kind) for kind in kinds):
+        return [p for p in own if sum(size > 1 for size in p.shape) <= 1]
+    return []

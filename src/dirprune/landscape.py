@@ -84,6 +84,8 @@ class Evaluator:
         self._network = copy.deepcopy(model).eval().requires_grad_(False)
         self._device = next(self._network.parameters()).device
         self._norms = batchnorms(self._network)
+        others = [module for module in self._network.modules() if module not in self._norms]
+        self._noted = [(m, name, b, b.clone()) for m in others for name, b in m.named_buffers(recurse=False)]
         if channels_last:
             self._network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if capture and self._device.type != "cuda":
@@ -100,12 +102,22 @@ class Evaluator:
     @torch.no_grad()
     def __call__(self, weights: Mapping[str, Tensor], place: Place = ()) -> Measurement:
         """Measure the weights; ``place`` is where they lie, for the record."""
+        self._reset_buffers()
         put(self._network, weights)
         with torch.cuda.device_of(next(self._network.parameters())):  # type: ignore[no-untyped-call]
             if self._norms:
                 estimate_statistics(self._norms, self._train, self._step)
-            train, test = torch.stack([self._totals(self._train), self._totals(self._test)]).cpu()  # the one wait
+            train = self._totals(self._train)
+            self._reset_buffers()
+            train, test = torch.stack([train, self._totals(self._test)]).cpu()  # the one wait
         return Measurement(place, *means(train, "loaders.train"), *means(test, "loaders.test"))
+
+    def _reset_buffers(self) -> None:
+        """Undo what a network notes in its buffers even in eval mode: no point may depend on those before it."""
+        for module, name, buffer, value in self._noted:
+            buffer.copy_(value)  # in its place, where a graph reads it; a network may have put another tensor there
+            if getattr(module, name) is not buffer:
+                setattr(module, name, buffer)
 
     def _held(self, batches: Iterable[Batch], half: str) -> list[Batch]:
         return [moved(batch, self._device) for batch in pairs(batches, f"loaders.{half}")]

@@ -125,7 +125,7 @@ class GRDA(Optimizer):
             placed.update(_place_states(self.param_groups, final))
 
         def restore(_: Optimizer) -> None:
-            rates = [float(group["lr"]) for group in self.param_groups]
+            rates = [_number(group["lr"]) for group in self.param_groups]
             for group, own in zip(self.param_groups, machine, strict=True):
                 for key in _MATHEMATICS:
                     group.setdefault(key, self.defaults[key])
@@ -316,12 +316,16 @@ def _laid_out(grad: Any, p: Tensor) -> Tensor:
 def _place_lr(group: dict[str, Any]) -> None:
     """Put a capturable group's rate on its device, so that a captured step sees what a scheduler sets."""
     lr = group["lr"]
-    if isinstance(lr, Tensor):
-        group["lr"] = lr = lr.reshape(())
+    if isinstance(lr, Tensor) and lr.dim():
+        group["lr"] = lr = lr.detach().reshape(())
     if group["capturable"] and group["params"]:
         dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
         device = group["params"][0].device
         group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)  # the caller's own, if it can be
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)  # a rate may have a gradient
 
 
 def _set_lrs(groups: list[dict[str, Any]], rates: list[float]) -> None:
@@ -381,7 +385,7 @@ def _check_options(options: dict[str, Any]) -> None:
         if not isinstance(value, Real):
             raise ValueError(f"{name}={value!r} is not a number; give one, e.g. {name}={example:g}")
         options[name] = float(value)  # not numpy's or a Fraction, which a state could not be saved with
-    lr, c, mu, momentum, weight_decay = (float(options[name]) for name in _NUMBERS)
+    lr, c, mu, momentum, weight_decay = (_number(options[name]) for name in _NUMBERS)
     if not lr >= 0 or math.isinf(lr):
         raise ValueError(f"lr={lr} is not a learning rate; give a finite number ≥ 0, e.g. lr=0.1")
     if not c >= 0 or math.isinf(c):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from dirprune.batches import Loss, mean_loss
 from dirprune.weights import Weights, stateless
@@ -47,6 +47,15 @@ def _cast(data: Any, dtype: torch.dtype) -> Any:
     return tree_map(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, data
     )
+
+
+def check_derivative(loss: Tensor) -> None:
+    """Refuse a loss that is cut off from the parameters."""
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss has no derivative by any parameter: model.forward or loss_fn runs under torch.no_grad or "
+            "torch.inference_mode, or detaches; leave that out"
+        )
 
 
 class PlainWeightNorm(TorchFunctionMode):
@@ -139,6 +148,8 @@ def _vjp(outputs: Pieces, inputs: Pieces, vectors: Pieces, *, create_graph: bool
 def _reverse_hessian(outputs: Any, targets: Any, loss_fn: Loss, weights: Pieces) -> Callable[[Pieces], Pieces]:
     """Return v ↦ ∇²f v: the gradient differentiated once more, backwards because H = Hᵀ."""
     loss = mean_loss(loss_fn, outputs, targets)
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
+        check_derivative(loss)
     gradient = _vjp([loss], weights, [torch.ones_like(loss)], create_graph=True)
     return lambda vector: _vjp(gradient, weights, vector)
 

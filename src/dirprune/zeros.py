@@ -5,10 +5,11 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 _WIDTH = 80
 _LEAST = 16  # of a name, whatever stands beside it
@@ -111,7 +112,7 @@ class SparsityReport:
             counted = any(layer.output_channels is not None for layer in weights)
             note = ["No output or input channel is wholly zero."] if counted else []
         lines = _aligned(rows)
-        rule = "─" * len(lines[0])
+        rule = "-" * len(lines[0])  # any terminal can print that
         return "\n".join(line.rstrip() for line in [lines[0], rule, *lines[1:-2], rule, *lines[-2:], *note])
 
 
@@ -129,16 +130,26 @@ def sparsity(model: nn.Module | Mapping[str, Tensor]) -> SparsityReport:
         2
     """
     parameters = _named_tensors(model)
-    output_dims = _output_dimensions(model) if isinstance(model, nn.Module) else {}
+    layouts = _layouts(model) if isinstance(model, nn.Module) else {}
     counts: list[Tensor] = []
     for name, parameter in parameters.items():
         tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        counts.extend(_counts(tensor.detach(), output_dims.get(name, 0)))
+        counts.extend(_counts(tensor.detach(), layouts.get(name, _PLAIN)))
     devices = {count.device for count in counts}
     if len(devices) > 1:  # a model spread over devices: a synchronisation for each count
         counts = [count.cpu() for count in counts]
     numbers = iter(torch.stack(counts).tolist() if counts else [])
-    return SparsityReport(tuple(_layer(name, p, output_dims.get(name, 0), numbers) for name, p in parameters.items()))
+    return SparsityReport(tuple(_layer(name, p, layouts.get(name, _PLAIN), numbers) for name, p in parameters.items()))
+
+
+class _Layout(NamedTuple):
+    """Which of the first two dimensions holds the outputs, and into how many groups the first is divided."""
+
+    output_dim: int
+    groups: int
+
+
+_PLAIN = _Layout(output_dim=0, groups=1)
 
 
 def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -153,7 +164,7 @@ def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]
     return dict(model)
 
 
-def _counts(tensor: Tensor, output_dim: int) -> list[Tensor]:
+def _counts(tensor: Tensor, layout: _Layout) -> list[Tensor]:
     """Return the number of zeros and, for a weight, of outputs and of inputs that are wholly zero."""
     nonzero = tensor != 0
     zeros = tensor.numel() - nonzero.sum()
@@ -161,34 +172,35 @@ def _counts(tensor: Tensor, output_dim: int) -> list[Tensor]:
         return [zeros]
     if tensor.numel() == 0:  # channels without elements are not pruned ones
         return [zeros, torch.zeros_like(zeros), torch.zeros_like(zeros)]
-    outputs_by_inputs = nonzero.movedim(output_dim, 0)
     if tensor.dim() > 2:
-        outputs_by_inputs = outputs_by_inputs.flatten(2).any(2)
-    return [zeros, (~outputs_by_inputs.any(1)).sum(), (~outputs_by_inputs.any(0)).sum()]
+        nonzero = nonzero.flatten(2).any(2)
+    by_group = nonzero.reshape(layout.groups, -1, nonzero.shape[1])
+    zero_rows, zero_columns = ((~by_group.any(dim)).sum() for dim in (2, 1))
+    return [zeros, zero_columns, zero_rows] if layout.output_dim else [zeros, zero_rows, zero_columns]
 
 
-def _layer(name: str, parameter: Tensor, output_dim: int, numbers: Iterator[int]) -> LayerSparsity:
+def _layer(name: str, parameter: Tensor, layout: _Layout, numbers: Iterator[int]) -> LayerSparsity:
     shape = tuple(parameter.shape)
     if len(shape) < 2:
         return LayerSparsity(name, shape, next(numbers))
+    channels = shape[0], shape[1] * layout.groups
     return LayerSparsity(
         name,
         shape,
         next(numbers),
-        output_channels=shape[output_dim],
+        output_channels=channels[layout.output_dim],
         zero_output_channels=next(numbers),
-        input_channels=shape[1 - output_dim],
+        input_channels=channels[1 - layout.output_dim],
         zero_input_channels=next(numbers),
     )
 
 
-def _output_dimensions(model: nn.Module) -> dict[str, int]:
-    """Return, for the weights that do not have their outputs first, where they have them."""
-    transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+def _layouts(model: nn.Module) -> dict[str, _Layout]:
+    """Return the layouts of convolutions' weights, by name."""
     return {
-        f"{name}.weight" if name else "weight": 1
+        f"{name}.weight" if name else "weight": _Layout(int(module.transposed), module.groups)
         for name, module in model.named_modules()
-        if isinstance(module, transposed)
+        if isinstance(module, _ConvNd)
     }
 
 
