@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -121,6 +122,24 @@ def test_the_commands_are_there_without_torch_numpy_or_matplotlib() -> None:
     code = "import sys, dirprune.lab.cli; print(*{'torch', 'numpy', 'matplotlib', 'sklearn'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("redirection", "said"),
+    [(">/dev/full", "stdout takes no more (No space left on device)"), (">&-", ""), ("|true", "")],
+)
+def test_that_nobody_takes_the_results_stops_nothing(redirection: str, said: str) -> None:
+    command = f"{sys.executable} -m dirprune recipes {redirection}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_of_few_letters_is_told_what_it_can_show(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-m", "dirprune", "train", "--help"]
+    done = subprocess.run(command, capture_output=True, check=True, env=environment)
+    assert b"--mu" in done.stdout
 
 
 def test_version() -> None:

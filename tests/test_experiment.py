@@ -27,6 +27,7 @@ from dirprune.lab import checkpoint, experiment, recipes, runs
 from dirprune.lab.checkpoint import CheckpointWarning
 from dirprune.lab.execution import Execution
 from dirprune.lab.experiment import Diverged, LostRecords, assemble, conduct, make_method
+from dirprune.lab.files import InUse
 from dirprune.lab.loader import Loader
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.runs import Run
@@ -477,7 +478,7 @@ def test_a_run_is_trained_by_one_job_at_a_time(tmp_path: Path) -> None:
     run = runs.create(tmp_path / "run", SHORT)
     first = conduct(run, device=CPU)
     next(first)
-    with pytest.raises(runs.RunInUse, match=f"process {os.getpid()}"):
+    with pytest.raises(InUse, match=f"process {os.getpid()}"):
         finish(run)
     first.close()
     assert [record.epoch for record in finish(run)][-1] == SHORT.epochs

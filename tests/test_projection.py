@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from dirprune.curvature import HessianOperator
 from dirprune.lab import checkpoint, cli_research, console, projection, recipes, runs
 from dirprune.lab.direction_plots import projection_figure
 from dirprune.lab.experiment import conduct
+from dirprune.lab.files import locked
 from dirprune.lab.plots import save
 from dirprune.lab.projection import EigenvalueRow, ProjectionRow, project
 from dirprune.lab.published.projection import shares
@@ -294,10 +296,10 @@ def test_progress_is_told_where_no_bar_is_seen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     events = [Progress("epoch 2", 7, 300, 0.01, 0.001), Progress("epoch 2", 8, 300, 0.002, 0.001)]
-    assert cli_research._collect(events, ProjectionRow, console.Interruption()) == []
+    assert cli_research._collect((event for event in events), ProjectionRow, console.Interruption()) == []
     assert capsys.readouterr().err == ""  # nothing is worth a line yet
     monkeypatch.setattr(console, "QUIET", 0.0)
-    cli_research._collect(events, ProjectionRow, console.Interruption())
+    cli_research._collect((event for event in events), ProjectionRow, console.Interruption())
     lines = capsys.readouterr().err.splitlines()
     assert "epoch 2: 7/300 products, residual 1.0e-02" in lines
     assert lines[-1] == "epoch 2: 8/300 products, residual 2.0e-03"
@@ -443,6 +445,19 @@ def test_rows_and_products_of_another_network_of_the_same_name_are_never_taken_f
             rows_of(project(others[0], others[1:], tmp_path / out, epochs=[1], **options))
     rows_of(project(trained["sgd"], [trained["grda"], trained["other"]], tmp_path / "done", epochs=[1, 2], **options))
     assert len(read_rows(tmp_path / "done" / "projection.csv", ProjectionRow)) == 4  # more of the same may join
+
+
+@pytest.mark.parametrize("command", ["project", "score", "connect"])
+def test_one_job_at_a_time_writes_to_a_folder(command: str, trained: dict[str, Run], tmp_path: Path) -> None:
+    ends = [trained["sgd"].folder] if command == "score" else [trained["sgd"].folder, trained["grda"].folder]
+    work = [command, *ends, "--out", tmp_path / "p", *(["--epochs", 1, "--no-fit"] if command == "connect" else [])]
+    if command == "connect":
+        assert call(*work, "--points", 2).exit_code == 0
+        work += ["--points", 2]
+    with locked(tmp_path / "p"):
+        refused = call(*work)
+    assert refused.exit_code == 1
+    assert f"p is being written by process {os.getpid()}" in refused.stderr
 
 
 @pytest.mark.parametrize("stop", ["--minutes", "SIGTERM"])

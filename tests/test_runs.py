@@ -246,8 +246,18 @@ def test_a_process_goes_on_under_the_commit_it_began_with(monkeypatch: pytest.Mo
     assert runs.commit() == before
 
 
-def test_weights_of_the_newest_or_of_a_given_epoch(run: Run) -> None:
+@pytest.mark.parametrize("content", [b'{"a": 1}', b"[1]", b"\xff\xfe", b"", b"[{}]"])
+def test_where_a_run_came_from_is_worth_less_than_the_run(run: Run, content: bytes) -> None:
+    (run.folder / "environment.json").write_bytes(content)
+    assert run.last_root() is None
+    run.note_session(torch.device("cpu"), 1)
+    assert run.sessions()[-1]["torch"] == torch.__version__
+
+
+def test_weights_of_the_newest_or_of_a_given_epoch(run: Run, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no checkpoint yet; `dirprune resume"):
+        runs.weights_of(runs.create(tmp_path / "new", recipes.get("digits")))
+    with pytest.raises(FileNotFoundError, match="are gone; train it again"):
         runs.weights_of(run)
     for epoch in (1, 2):
         checkpoint.save(run.checkpoints, epoch, {"model": {"w": torch.full((2,), float(epoch))}})

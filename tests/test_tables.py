@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from dirprune.lab.files import InUse, locked
 from dirprune.lab.tables import OtherSettings, merge_rows, read_rows, settle, write_rows
 
 
@@ -65,11 +67,31 @@ def test_a_failed_write_leaves_the_table_it_had(tmp_path: Path) -> None:
     assert read_rows(path, Point) == POINTS
 
 
-@pytest.mark.parametrize("text", ["name,count,value\na,1,2.0\n", "name,count,value,good\na,one,2.0,True\n"])
+@pytest.mark.parametrize(
+    "text", ["", "date,amount\n", "name,count,value\na,1,2.0\n", "name,count,value,good\na,one,2.0,True\n"]
+)
 def test_another_table_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "points.csv").write_text(text)
     with pytest.raises(ValueError, match=r"points\.csv cannot be read as a table of Point"):
         read_rows(tmp_path / "points.csv", Point)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "\\"])
+def test_settings_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "settings.json").write_text(text)
+    (tmp_path / "rows.csv").touch()
+    with pytest.raises(ValueError, match=r"settings\.json .*give another --out"):
+        settle(tmp_path, {"k": 1}, {})
+
+
+def test_a_lock_is_nothing_measured(tmp_path: Path) -> None:
+    settle(tmp_path, {"k": 1}, {})
+    with locked(tmp_path):
+        settle(tmp_path, {"k": 2}, {})
+        with pytest.raises(InUse, match=f"being written by process {os.getpid()}"), locked(tmp_path):
+            pass
+    with locked(tmp_path):
+        pass
 
 
 def test_settings_are_noted_once_and_sessions_each_time(tmp_path: Path) -> None:

@@ -325,15 +325,16 @@ def data(
 @app.command()
 def recipes() -> None:
     """List the recipes."""
-    from dirprune.lab import recipes as known
+    with clear_errors():
+        from dirprune.lab import recipes as known
 
-    found = [known.get(name) for name in known.names()]
-    if not is_terminal():
-        for recipe in found:
-            emit(recipe.to_dict())
-        return
-    rows = [(r.name, r.about + _published(r.published), str(r.epochs), f"{r.c:g}", f"{r.mu:g}") for r in found]
-    show("dirprune train RECIPE", ("recipe", "what", "epochs", "c", "μ"), rows, left=2, spare=("c", "μ"))
+        found = [known.get(name) for name in known.names()]
+        if not is_terminal():
+            for recipe in found:
+                emit(recipe.to_dict())
+            return
+        rows = [(r.name, r.about + _published(r.published), str(r.epochs), f"{r.c:g}", f"{r.mu:g}") for r in found]
+        show("dirprune train RECIPE", ("recipe", "what", "epochs", "c", "μ"), rows, left=2, spare=("c", "μ"))
 
 
 @app.command()

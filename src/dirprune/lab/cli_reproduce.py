@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -51,6 +53,8 @@ def reproduce(
         from dirprune.lab import ledger, reproduction_page
         from dirprune.lab import reproduce as comparing
 
+        if results.exists() and not results.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(results))
         if run:
             for line in ledger.collect(run, results):
                 say(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -224,7 +225,6 @@ def connect(
     """Join two networks by a curve of low loss; profile it, and draw the plane it lies in."""
     with clear_errors(GOES_ON):
         import json
-        from contextlib import closing
 
         from dirprune.lab import runs
         from dirprune.lab.connectivity import Options
@@ -292,7 +292,7 @@ def _collect(steps: Any, row_type: type, interruption: Interruption) -> list[Any
     from dataclasses import asdict
 
     rows: list[Any] = []
-    with interruption.listening("product"), bar("", total=None) as advance:
+    with interruption.listening("product"), closing(steps), bar("", total=None) as advance:
         what, done = "", 0
         for step in steps:
             if interruption():

@@ -35,7 +35,7 @@ from dirprune.lab.connectivity_files import (
     published_curve,
 )
 from dirprune.lab.data import EVALUATION_BATCH
-from dirprune.lab.files import write_json
+from dirprune.lab.files import locked, read_json, write_json
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.tables import read_rows, write_rows
@@ -123,7 +123,12 @@ def connect(
     Reference: Garipov et al. 2018; section 4.2 of the paper.
     """
     with runs.load(run_a).recipe.execution(device.type).threading():
-        yield from _carry_out(_open(run_a, run_b, out, options or Options(), epoch_a, epoch_b, device, root))
+        job = _open(run_a, run_b, out, options or Options(), epoch_a, epoch_b, device, root)
+        with locked(out):
+            environment = out / "environment.json"
+            sessions = read_json(environment, list, "delete it") if environment.exists() else []
+            write_json(environment, [*sessions, runs.environment(device)])
+            yield from _carry_out(job)
 
 
 def _carry_out(job: _Job) -> Iterator[Step]:
@@ -234,9 +239,6 @@ def _open(
         "published": _published_key(a.recipe, b.recipe),
     }
     claim(out, {**networks, **asdict(options)})
-    environment = out / "environment.json"
-    sessions = json.loads(environment.read_text()) if environment.exists() else []
-    write_json(environment, [*sessions, runs.environment(device)])
     return _Job(out, options, recipe, parts, measured, (start, end))
 
 

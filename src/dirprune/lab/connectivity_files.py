@@ -22,7 +22,7 @@ from typing import Any
 
 from dirprune.connect import CurveProfile
 from dirprune.lab import connectivity_plots, plots
-from dirprune.lab.files import write_json
+from dirprune.lab.files import read_json, write_json
 from dirprune.lab.published import connect as published
 from dirprune.lab.published.connect import PublishedCurve
 from dirprune.lab.runs import RunExists
@@ -69,7 +69,7 @@ class Placed:
 def claim(out: Path, config: dict[str, Any]) -> None:
     """Make ``out`` this job's, or see that it is; what belongs to another job is not touched."""
     path = out / "config.json"
-    found = json.loads(path.read_text()) if path.is_file() else {}
+    found = read_json(path, dict, "give another --out, or delete the folder") if path.is_file() else {}
     if "weights_a" not in found:  # a training run has a config.json too
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise RunExists(f"{out} exists, is no job of `dirprune connect` and is not touched; give another --out")

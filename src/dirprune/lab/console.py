@@ -68,7 +68,9 @@ def emit(values: Mapping[str, Any]) -> None:
     """Print a result for a machine."""
     try:
         print(to_json(values), flush=True)
-    except BrokenPipeError:  # the reader has seen enough; that is no reason to stop
+    except OSError as error:  # that nobody takes the results is no reason to stop what makes them
+        if not isinstance(error, BrokenPipeError):  # the reader has seen enough
+            say(f"dirprune: stdout takes no more ({error.strerror}); going on without it")
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 

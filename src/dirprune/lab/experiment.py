@@ -164,7 +164,7 @@ def conduct(
     Raises:
         Diverged: the loss is not finite.
         ValueError: the network does not fit the data, or the run's configuration is not the one it was trained with.
-        RunInUse: another process is training this run.
+        InUse: another process is training this run.
     """
     process = process or Process()
     with run.locked() if process.is_first else nullcontext(), run.recipe.execution(device.type).threading():

@@ -1,13 +1,52 @@
-"""Small files that are there whole or not at all."""
+"""Small files that are there whole or not at all, and folders that one job at a time writes to."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
-from collections.abc import Mapping
-from contextlib import suppress
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+LOCK = ".lock"
+
+
+class InUse(RuntimeError):
+    """A folder is written by one job at a time."""
+
+
+@contextmanager
+def locked(folder: Path, doing: str = "written") -> Iterator[None]:
+    """Hold the folder: a second job that asks for it is refused. The system lets go of it when this process ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise InUse(f"{folder} is being {doing} by {file.read().strip() or 'another process'}") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        yield
+
+
+def read_json(path: Path, kind: type[T], remedy: str) -> T:
+    """Return what a JSON file holds, a dict or a list; anything else is an error that names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}; {remedy}") from error
+    if not isinstance(content, kind):
+        raise ValueError(f"{path} holds no {kind.__name__}; {remedy}")
+    return content
 
 
 def write_text(path: Path, text: str) -> None:

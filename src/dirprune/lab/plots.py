@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -84,12 +85,15 @@ Runs = Mapping[str, Sequence[Sequence[EpochRecord]]]
 @styled
 def save(figure: Figure, path: Path) -> Path:
     """Write the figure to ``path``, in the format of its suffix (.png, .pdf, .svg), and return the path."""
+    temporary = path.with_name(f"{path.stem}.tmp{path.suffix}")  # the suffix tells the format
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        figure.savefig(temporary)
+        temporary.replace(path)
     except OSError as error:
-        told = f"{error.strerror}, so there is no figure; choose another folder"
-        raise OSError(error.errno, told, str(path)) from error
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, f"{error.strerror}, so there is no figure", str(path)) from error
     return path
 
 

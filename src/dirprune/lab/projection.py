@@ -13,6 +13,7 @@ from torch import Tensor
 from dirprune.curvature import Eigenpairs
 from dirprune.direction import eigenspace_share
 from dirprune.lab import checkpoint
+from dirprune.lab.files import locked
 from dirprune.lab.runs import Run, environment, parameters_of, weights_of
 from dirprune.lab.spectrum import Journal, Lanczos, Progress, Subject, leading_eigenpairs, subject
 from dirprune.lab.tables import read_rows, settle, write_rows
@@ -97,27 +98,30 @@ def project(
         for run in (sgd, *grdas)
         for epoch in chosen
     }
-    settle(out, {"sgd": sgd.folder.name, "k": k, **asdict(lanczos)}, environment(device), files=files)
-    rows = read_rows(out / "projection.csv", ProjectionRow)
-    spectrum = read_rows(out / "eigenvalues.csv", EigenvalueRow)
-    bench: Subject | None = None
-    for epoch in chosen:
-        done = {row.run: row for row in rows if row.epoch == epoch}
-        missing = [run for run in grdas if run.folder.name not in done]
-        if missing:
-            bench = bench or subject(sgd.recipe, lanczos, device=device, root=root)
-            bench.load(weights_of(sgd, epoch)[1])
-            here = yield from bench.ranked(lanczos, what=f"epoch {epoch}")
-            journal = Journal(here.hessian, products := out / f"products-{epoch:04d}")
-            pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what=f"epoch {epoch}", judge=here.judge)
-            for run in missing:
-                done[run.folder.name] = _measure(run, epoch, here, pairs, goal)
-            spectrum = [r for r in spectrum if r.epoch != epoch] + _eigenvalues(epoch, pairs)
-            write_rows(out / "eigenvalues.csv", EigenvalueRow, sorted(spectrum, key=lambda r: (r.epoch, r.index)))
-            rows = [r for r in rows if r.epoch != epoch] + list(done.values())
-            write_rows(out / "projection.csv", ProjectionRow, sorted(rows, key=lambda r: (r.epoch, r.run)))
-            shutil.rmtree(products)
-        yield from (done[run.folder.name] for run in grdas)
+    with locked(out):
+        settle(out, {"sgd": sgd.folder.name, "k": k, **asdict(lanczos)}, environment(device), files=files)
+        rows = read_rows(out / "projection.csv", ProjectionRow)
+        spectrum = read_rows(out / "eigenvalues.csv", EigenvalueRow)
+        bench: Subject | None = None
+        for epoch in chosen:
+            done = {row.run: row for row in rows if row.epoch == epoch}
+            missing = [run for run in grdas if run.folder.name not in done]
+            if missing:
+                bench = bench or subject(sgd.recipe, lanczos, device=device, root=root)
+                bench.load(weights_of(sgd, epoch)[1])
+                here = yield from bench.ranked(lanczos, what=f"epoch {epoch}")
+                journal = Journal(here.hessian, products := out / f"products-{epoch:04d}")
+                pairs, goal = yield from leading_eigenpairs(
+                    journal, k, lanczos, what=f"epoch {epoch}", judge=here.judge
+                )
+                for run in missing:
+                    done[run.folder.name] = _measure(run, epoch, here, pairs, goal)
+                spectrum = [r for r in spectrum if r.epoch != epoch] + _eigenvalues(epoch, pairs)
+                write_rows(out / "eigenvalues.csv", EigenvalueRow, sorted(spectrum, key=lambda r: (r.epoch, r.index)))
+                rows = [r for r in rows if r.epoch != epoch] + list(done.values())
+                write_rows(out / "projection.csv", ProjectionRow, sorted(rows, key=lambda r: (r.epoch, r.run)))
+                shutil.rmtree(products)
+            yield from (done[run.folder.name] for run in grdas)
 
 
 def check_comparable(sgd: Run, grdas: Sequence[Run]) -> None:

@@ -10,7 +10,6 @@ figures/            what `dirprune report` draws
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -21,8 +20,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -34,14 +33,10 @@ from torch import Tensor, nn
 import dirprune
 from dirprune import SparsityReport
 from dirprune.lab import checkpoint
-from dirprune.lab.files import to_json, write_json, write_text
+from dirprune.lab.files import LOCK, locked, to_json, write_json, write_text
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.train import EpochRecord
 from dirprune.zeros import LayerSparsity
-
-
-class RunInUse(RuntimeError):
-    """A run is trained by one job at a time."""
 
 
 class RunExists(FileExistsError):
@@ -109,21 +104,9 @@ class Run:
             raise ValueError(f"line {number} of {path} is not an epoch record: {error}; mend it by hand") from error
         return records
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the run: a second job that asks for it is refused. The system lets go of it when this process ends."""
-        with (self.folder / ".lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise RunInUse(
-                    f"{self.folder} is being trained by {file.read().strip() or 'another process'}"
-                ) from None
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}")
-            file.flush()
-            yield
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the run: a second job that would train it is refused."""
+        return locked(self.folder, "trained")
 
     def append(self, record: EpochRecord) -> None:
         with (self.folder / "metrics.jsonl").open("a") as file:
@@ -133,7 +116,7 @@ class Run:
 
     def discard(self) -> None:
         """Remove what `create` and a session without an epoch made, and the folder if nothing else is in it."""
-        for name in ("config.json", "environment.json", "metrics.jsonl", "outcome.json", ".lock"):
+        for name in ("config.json", "environment.json", "metrics.jsonl", "outcome.json", LOCK):
             (self.folder / name).unlink(missing_ok=True)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
         with suppress(OSError):
@@ -165,10 +148,10 @@ class Run:
         """Return what each session that trained here ran on, and under which command."""
         path = self.folder / "environment.json"
         try:
-            sessions: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-        except json.JSONDecodeError:  # where a run came from is worth less than going on with it
+            sessions = json.loads(path.read_text()) if path.exists() else []
+        except ValueError:  # where a run came from is worth less than going on with it
             return []
-        return sessions
+        return [session for session in sessions if isinstance(session, dict)] if isinstance(sessions, list) else []
 
     def last_root(self) -> Path | None:
         """Return where the last session found its data, if it was told."""
@@ -241,6 +224,8 @@ def weights_of(run: Run, epoch: int | None = None) -> tuple[int, dict[str, Any]]
         return epoch, checkpoint.load(run.checkpoints / f"epoch-{epoch:04d}.pt")["model"]
     found = checkpoint.latest(run.checkpoints)
     if found is None:
+        if run.records():
+            raise FileNotFoundError(f"the checkpoints of {run.folder} are gone; train it again, with another --out")
         raise FileNotFoundError(f"{run.folder} has no checkpoint yet; `dirprune resume {run.folder}` goes on training")
     return found[0], found[1]["model"]
 

@@ -15,6 +15,7 @@ from dirprune.basis import inner
 from dirprune.curvature import hessian_diagonal
 from dirprune.direction import directional_prune, directional_score, lam_for_sparsity
 from dirprune.lab import checkpoint
+from dirprune.lab.files import locked
 from dirprune.lab.runs import Run, environment, weights_of
 from dirprune.lab.spectrum import Journal, Lanczos, Progress, Subject, conv_precision, leading_eigenpairs, subject
 from dirprune.lab.tables import read_rows, settle, write_rows
@@ -111,28 +112,31 @@ def score(
         raise ValueError(f"{run.folder} has its initial weights alone; train it, or give --epoch 0 to prune those")
     settings = {"run": run.folder.name, "epoch": epoch, "samples": samples, "recalibrate": recalibrate}
     files = {f"epoch {epoch} of {run.folder.name}": checkpoint.checksum(run.checkpoints, epoch)}
-    settle(out, {**settings, **asdict(lanczos)}, environment(device), files=files)
-    rows = {(row.method, row.k, row.wanted): row for row in read_rows(out / "score.csv", ScoreRow)}
-    bench = subject(run.recipe, lanczos, device=device, root=root)
-    bench.load(state)
-    bench = yield from bench.ranked(lanczos, what="eigenpairs")
-    w = flatten(take(bench.model))
-    needed = [k for k in ks if any(("directional", k, wanted) not in rows for wanted in grid)]
-    vectors = yield from _eigenvectors(bench, w, max(needed, default=0), lanczos, out)
-    done = 0
-    for method, k in [("magnitude", 0), ("brain-damage", 0), *(("directional", k) for k in ks)]:
-        if any((method, k, wanted) not in rows for wanted in grid):
-            prune = yield from _pruner(method, bench, w, vectors[:, :k], samples, lanczos.seed)
-        for wanted in grid:
-            if (method, k, wanted) not in rows:
-                lam, pruned = prune(wanted)
-                rows[method, k, wanted] = ScoreRow(method, k, wanted, lam, *_measure(bench, pruned, lam, recalibrate))
-                bench.load(state)
-                write_rows(out / "score.csv", ScoreRow, rows.values())
-            yield rows[method, k, wanted]
-            done += 1
-            yield Progress("pruned networks", done, (2 + len(ks)) * len(grid), unit="networks")
-    shutil.rmtree(out / PRODUCTS, ignore_errors=True)
+    with locked(out):
+        settle(out, {**settings, **asdict(lanczos)}, environment(device), files=files)
+        rows = {(row.method, row.k, row.wanted): row for row in read_rows(out / "score.csv", ScoreRow)}
+        bench = subject(run.recipe, lanczos, device=device, root=root)
+        bench.load(state)
+        bench = yield from bench.ranked(lanczos, what="eigenpairs")
+        w = flatten(take(bench.model))
+        needed = [k for k in ks if any(("directional", k, wanted) not in rows for wanted in grid)]
+        vectors = yield from _eigenvectors(bench, w, max(needed, default=0), lanczos, out)
+        done = 0
+        for method, k in [("magnitude", 0), ("brain-damage", 0), *(("directional", k) for k in ks)]:
+            if any((method, k, wanted) not in rows for wanted in grid):
+                prune = yield from _pruner(method, bench, w, vectors[:, :k], samples, lanczos.seed)
+            for wanted in grid:
+                if (method, k, wanted) not in rows:
+                    lam, pruned = prune(wanted)
+                    rows[method, k, wanted] = ScoreRow(
+                        method, k, wanted, lam, *_measure(bench, pruned, lam, recalibrate)
+                    )
+                    bench.load(state)
+                    write_rows(out / "score.csv", ScoreRow, rows.values())
+                yield rows[method, k, wanted]
+                done += 1
+                yield Progress("pruned networks", done, (2 + len(ks)) * len(grid), unit="networks")
+        shutil.rmtree(out / PRODUCTS, ignore_errors=True)
 
 
 def _pruner(

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from dirprune.lab.files import write_json, write_text
+from dirprune.lab.files import LOCK, read_json, write_json, write_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -61,9 +61,10 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
     readers = {name: _READERS[hint] for name, hint in get_type_hints(kind).items()}
     with path.open(encoding="utf-8", newline="") as file:
         try:
-            return [
-                kind(**{name: reader(row[name]) for name, reader in readers.items()}) for row in csv.DictReader(file)
-            ]
+            table = csv.DictReader(file)
+            if lacking := [name for name in readers if name not in (table.fieldnames or ())]:
+                raise ValueError(f"it has no column {lacking[0]}")
+            return [kind(**{name: reader(row[name]) for name, reader in readers.items()}) for row in table]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} cannot be read as a table of {kind.__name__} ({error}); delete it") from error
 
@@ -100,8 +101,10 @@ def settle(
     path = folder / "settings.json"
     wanted = json.loads(json.dumps(settings))
     # Settings without anything measured bind nobody; products that were kept do as much as rows.
-    begun = path.exists() and any(entry != path for entry in folder.iterdir())
-    noted = json.loads(path.read_text()) if begun else {"settings": wanted, "sessions": []}
+    begun = path.exists() and any(entry.name not in (path.name, LOCK) for entry in folder.iterdir())
+    noted: dict[str, Any] = {"settings": wanted, "sessions": []}
+    if begun:
+        noted |= read_json(path, dict, "give another --out, or delete the folder")
     differing = [key for key in wanted if noted["settings"].get(key) != wanted[key]]
     if differing:
         there = ", ".join(f"{key}={noted['settings'].get(key)}" for key in differing)
