@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 STRIP = 2**16  # how much of a long vector is summed, or rotated, at a time
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
+
+def unrounded(function: Function) -> Function:
+    """Keep the autocast that a caller may be in, which would round products, away from a function of a tensor."""
+
+    @wraps(function)
+    def called(tensor: Tensor, *others: Any) -> Any:
+        with torch.autocast(tensor.device.type, enabled=False):
+            return function(tensor, *others)
+
+    return called  # type: ignore[return-value]
+
+
+@unrounded
 def inner(rows: Tensor, columns: Tensor) -> Tensor:
     """Return rows @ columns in float64, summed strip by strip.
 
@@ -36,6 +53,7 @@ def unit_of(vectors: Tensor) -> float:
     return 2.0 ** (math.frexp(greatest)[1] - 1) if 0 < greatest < math.inf else 1.0
 
 
+@unrounded
 def orthogonalise(vector: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Return the vector without its components on the rows of the basis, and those components."""
     overlaps = inner(basis, vector)
@@ -51,6 +69,7 @@ def fresh(basis: Tensor, generator: torch.Generator) -> Tensor:
     return vector / length(vector)
 
 
+@unrounded
 def rotate(basis: Tensor, coefficients: Tensor) -> None:
     """Replace the first rows of the basis by combinations of all, a column of coefficients each."""
     turn = coefficients.to(basis).T

@@ -50,7 +50,8 @@ class MatrixOperator:
         self.matrix, self.size, self.dtype, self.device = matrix, matrix.shape[0], matrix.dtype, matrix.device
 
     def __matmul__(self, vector: Tensor) -> Tensor:
-        return torch.matmul(self.matrix, vector)
+        with torch.autocast(self.device.type, enabled=False):
+            return torch.matmul(self.matrix, vector)
 
 
 def operator_of(op: SymmetricOperator | Tensor) -> SymmetricOperator:
@@ -287,15 +288,16 @@ class LanczosStep:
 
         ``op`` may be the operator in a higher precision, for a lower one does not see its own error.
         """
-        vectors = (self.coefficients.to(self.basis).T @ self.basis).T
-        products = operator_of(op) @ vectors
-        unit = unit_of(products)
-        products = products / unit
-        overlaps = inner(vectors.T, products).cpu()
-        values, turn = _ritz((overlaps + overlaps.T) / 2, self.which)
-        values, turn = values.to(vectors), turn.to(vectors)
-        vectors, products = vectors @ turn, products @ turn
-        residuals = torch.linalg.vector_norm(products - vectors * values, dim=0)
+        with torch.autocast(self.basis.device.type, enabled=False):  # a caller's own
+            vectors = (self.coefficients.to(self.basis).T @ self.basis).T
+            products = operator_of(op) @ vectors
+            unit = unit_of(products)
+            products = products / unit
+            overlaps = inner(vectors.T, products).cpu()
+            values, turn = _ritz((overlaps + overlaps.T) / 2, self.which)
+            values, turn = values.to(vectors), turn.to(vectors)
+            vectors, products = vectors @ turn, products @ turn
+            residuals = torch.linalg.vector_norm(products - vectors * values, dim=0)
         names = getattr(operator_of(op), "names", None)  # older tensors have names of their own
         return Eigenpairs(values * unit, vectors, residuals * unit, self.iterations, names and tuple(names))
 
