@@ -186,6 +186,16 @@ def test_demo_gives_machines_one_object_and_a_figure(demo: tuple[Path, Result]) 
     assert result.stderr == ""
 
 
+def test_a_demo_that_is_stopped_says_how_to_see_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*arguments: object, **options: object) -> None:
+        raise typer.Exit(console.INTERRUPTED)
+
+    monkeypatch.setattr("dirprune.lab.follow.follow", stopped)
+    result = call("demo", "--out", tmp_path / "out")
+    assert result.exit_code == console.INTERRUPTED
+    assert "`dirprune demo` begins anew" in result.stderr
+
+
 def test_demo_trains_both_from_the_same_weights(demo: tuple[Path, Result]) -> None:
     folder, _ = demo
     sgd, grda = (checkpoint.load(folder / name / "checkpoints" / "epoch-0000.pt")["model"] for name in ("sgd", "grda"))

@@ -98,7 +98,11 @@ def demo(
         recipe = _changed(recipes.get("digits"), epochs=epochs, seed=seed)
         for optimizer, name in (("sgd", "SGD"), ("grda", "gRDA")):
             run = runs.create(folder / optimizer, replace(recipe, optimizer=optimizer))
-            follow(run, device="cpu", title=name, quiet=True)
+            try:
+                follow(run, device="cpu", title=name, quiet=True)
+            except typer.Exit:
+                say("That goes on with this run alone; `dirprune demo` begins anew, with both.")
+                raise
         found = report([folder / "sgd", folder / "grda"])
         labels = dict(zip(("SGD", "gRDA"), (group.records for group in found.groups), strict=True))
         figure = plots.save(plots.accuracy_and_sparsity(labels), folder / "demo.png")
