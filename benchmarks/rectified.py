@@ -154,24 +154,29 @@ def shapes() -> list[Found]:
     return found
 
 
-def launched(kernel: str, tile: Tile, tensors: list[Tensor], channels: int) -> Callable[[int], object]:
-    """Return what launches the kernel, the i-th time on the i-th tensor and those after it."""
+def launched(
+    kernel: str, tile: Tile, tensors: list[Tensor], channels: int, *, empty: bool = False
+) -> Callable[[int], object]:
+    """Return what launches the kernel, the i-th time on the i-th tensor and those after it; ``empty``, on no tile."""
     device = tensors[0].device
     plan = kernels.plan(tile, tensors[0].numel(), channels, kernels._multiprocessors(device))
     sums = torch.empty(2 * plan.rows * channels, device=device)
     numbers, line = torch.randn(5, channels, device=device), torch.randn(2, channels, device=device)
     told = plan.sizes | kernels.accumulated(tensors[0])
-    adds = {**plan.sums, "BIASED": True}
+    if empty:
+        told["tiles"] = 0
 
     def launch(i: int) -> object:
         a, b, c, d = (tensors[(i + k) % len(tensors)] for k in range(4))
         if kernel in ("moments", "sum"):
-            adds["ADDS"] = adds["BIASED"] = kernel == "sum"
-            return kernels._moments_kernel[plan.grid](a, b, line, c if kernel == "sum" else a, sums, **adds, **told)
+            adds = {"ADDS": kernel == "sum", "BIASED": kernel == "sum"}
+            total = c if kernel == "sum" else a
+            return kernels._moments_kernel[plan.grid](a, b, line, total, sums, **adds, **plan.sums, **told)
         if kernel == "products":
             return kernels._products_kernel[plan.grid](a, b, sums, numbers, **plan.sums, **told)
         if kernel == "gradient":
-            return kernels._gradient_kernel[plan.grid](a, b, c, d, sums, numbers, line, BESIDE=True, **adds, **told)
+            sides = {"BESIDE": True, "BIASED": True}
+            return kernels._gradient_kernel[plan.grid](a, b, c, d, sums, numbers, line, **sides, **plan.sums, **told)
         return kernels._forward_kernel[plan.grid](a, b, numbers, **told)
 
     return launch
@@ -189,13 +194,14 @@ def tiles() -> list[Found]:
         for kernel, others in TRIED.items():
             forms = {str(tile): tile for tile in (kernels.TILES[kernel], *others)}
             launches = {form: launched(kernel, tile, tensors, channels) for form, tile in forms.items()}
+            launches["no tile"] = launched(kernel, kernels.TILES[kernel], tensors, channels, empty=True)
             work = {"floor": copies.replay}
             for form, launch in launches.items():
                 work[form] = record(lambda n=many, go=launch: [go(i) for i in range(n)])[0].replay  # type: ignore[misc]
             times = {form: ms / many for form, ms in turns(work, 5, 1).items()}
             floor = times["floor"] * passes[kernel] / 2
             print(f"\n{what}: {kernel}, {1e3 * floor:.1f} µs if as fast as a copy")
-            for form in forms:
+            for form in launches:
                 print(f"  {times[form] / floor:6.2f} ×  {1e3 * times[form]:6.1f} µs  {form}", flush=True)
                 found.append(("tiles", f"{what}, {kernel}", form, times[form], None, times[form] / floor))
     return found

@@ -328,16 +328,24 @@ def test_estimated_statistics_are_those_of_the_biased_values() -> None:
     torch.testing.assert_close(fast.state_dict(), plain_.state_dict(), rtol=1e-6, atol=1e-6)
 
 
-def targets_of(model: nn.Module, images: Tensor) -> list[str]:
-    """Return what a compiled pass calls."""
-    names: list[str] = []
+Graphs = list[list[str]]
 
-    def watched(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        names.extend(str(node.target) for node in graph.graph.nodes)
+
+def watched(model: nn.Module, graphs: Graphs) -> Callable[..., Any]:
+    """Return the model compiled, which notes what each of its graphs calls."""
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
         return lambda *inputs: graph(*inputs)
 
-    torch.compile(model, backend=watched, dynamic=False)(images)
-    return names
+    return torch.compile(model, backend=backend, dynamic=False)
+
+
+def rectifying(model: nn.Module, images: Tensor) -> int:
+    """Return how often a compiled pass calls the kernels."""
+    graphs: Graphs = []
+    watched(model, graphs)(images)
+    return sum("rectify" in name for graph in graphs for name in graph)
 
 
 @pytest.mark.usefixtures("_room", "_allowed")
@@ -345,14 +353,13 @@ def targets_of(model: nn.Module, images: Tensor) -> list[str]:
 def test_kernels_are_used_where_they_are_allowed(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In training, and in evaluation without a derivative: a second one (a Hessian's) they do not have."""
     model, images = network(torch.float32).train(training), tensor(2, 3, 32, 32, dtype=torch.float32, grad=False)
-    count = lambda: sum("rectify" in name for name in targets_of(model, images))  # noqa: E731
-    assert count() == (7 if training else 0)
+    assert rectifying(model, images) == (7 if training else 0)
     with torch.no_grad():
-        assert count() == 7
+        assert rectifying(model, images) == 7
         other = deepcopy(model).to(memory_format=torch.contiguous_format)
-        assert not any("rectify" in name for name in targets_of(other, images.contiguous()))
+        assert rectifying(other, images.contiguous()) == 0
         monkeypatch.setattr(normalized, "_ops", None)
-        assert count() == 0
+        assert rectifying(model, images) == 0
 
 
 def test_only_what_an_execution_compiles_may_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,18 +373,12 @@ def test_only_what_an_execution_compiles_may_use_them(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("_room", "_allowed")
 def test_what_is_compiled_changes_hands_with_the_permission(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, names = network(torch.float32), []
-    images = tensor(2, 3, 32, 32, dtype=torch.float32, grad=False)
-
-    def watched(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        names.append(sum("rectify" in str(node.target) for node in graph.graph.nodes))
-        return lambda *inputs: graph(*inputs)
-
-    forward = torch.compile(model, backend=watched, dynamic=False)
+    graphs: Graphs = []
+    forward = watched(network(torch.float32), graphs)
     for permission in (None, ops, None, ops):
         monkeypatch.setattr(normalized, "_ops", permission)
-        forward(images)
-    assert names == [0, 7]
+        forward(tensor(2, 3, 32, 32, dtype=torch.float32, grad=False))
+    assert [sum("rectify" in name for name in graph) for graph in graphs] == [0, 7]
 
 
 @pytest.mark.usefixtures("_room", "_allowed")
@@ -387,8 +388,8 @@ def test_an_empty_batch_and_one_too_large_go_the_plain_way(training: bool, monke
     with torch.no_grad():
         assert compiled(model)(tensor(0, 3, 32, 32, dtype=torch.float32, grad=False)).shape == (0, 4)
         monkeypatch.setattr(ops, "MOST", 2 * 32**2 * 16 + 1)  # what the stem gives, and no more
-        names = targets_of(model, tensor(2, 3, 32, 32, dtype=torch.float32, grad=False))
-    assert sum("rectify" in name for name in names) == 5  # two may give 32 channels of 32×32 pixels
+        found = rectifying(model, tensor(2, 3, 32, 32, dtype=torch.float32, grad=False))
+    assert found == 5  # two may give 32 channels of 32×32 pixels
 
 
 @pytest.mark.usefixtures("_room", "_allowed")
@@ -461,6 +462,8 @@ def test_the_benchmark_launches_every_kernel(kernel: str) -> None:
     for tile in (TILES[kernel], benchmark.TRIED[kernel][0]):
         tensors = [tensor(1024, seed=i, dtype=torch.bfloat16, grad=False) for i in range(5)]
         before = [t.clone() for t in tensors]
+        benchmark.launched(kernel, tile, tensors, 16, empty=True)(0)
+        assert all(t.equal(old) for t, old in zip(tensors, before, strict=True))
         benchmark.launched(kernel, tile, tensors, 16)(0)
         changed = [i + 1 for i, (t, old) in enumerate(zip(tensors, before, strict=True)) if not t.equal(old)]
         assert changed == ([written] if written else [])

@@ -12,12 +12,19 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
 
 from dirprune.basis import fresh, inner, length, orthogonalise, rotate, unit_of
 from dirprune.batches import Loss, examples_in, mean_loss, moved, pairs, refuse_iterator
 from dirprune.modes import eval_mode
-from dirprune.products import Kind, PlainWeightNorm, check_derivative, forward_product, outputs_of, reverse_product
+from dirprune.products import (
+    Kind,
+    PlainWeightNorm,
+    check_derivative,
+    forward_product,
+    has_graph,
+    outputs_of,
+    reverse_product,
+)
 from dirprune.weights import Weights, stateless, unflatten
 
 Which = Literal["largest", "magnitude"]
@@ -170,11 +177,8 @@ class HessianOperator:
 
     def _backwards(self, batch: _Batch, weights: Weights, buffers: Weights) -> Callable[[Weights], Weights]:
         leaves = {name: weights[name].detach().requires_grad_() for name in self.names}
-        # Copies, because a module may write to its buffers even in eval mode.
-        copies = {name: buffer.clone() for name, buffer in buffers.items()}
-        with PlainWeightNorm():
-            outputs = outputs_of(self._model_at, {**weights, **leaves, **copies}, batch.inputs, self.autocast)
-        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
+        outputs = self._outputs(batch, {**weights, **leaves}, buffers)
+        if not has_graph(outputs):
             self._check_graph(batch, weights, buffers)
         product = reverse_product(self.kind, outputs, batch.targets, self.loss_fn, list(leaves.values()))
         return lambda vector: dict(zip(vector, product(list(vector.values())), strict=True))
@@ -201,9 +205,13 @@ class HessianOperator:
     def _check_graph(self, batch: _Batch, weights: Weights, buffers: Weights) -> None:
         """Refuse a model or loss that is cut off from the parameters: H would seem to be zero."""
         leaves = {name: w.detach().requires_grad_(w.is_floating_point()) for name, w in weights.items()}
+        check_derivative(mean_loss(self.loss_fn, self._outputs(batch, leaves, buffers), batch.targets))
+
+    def _outputs(self, batch: _Batch, weights: Weights, buffers: Weights) -> Any:
+        # Copies, because a module may write to its buffers even in eval mode.
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
-        outputs = outputs_of(self._model_at, {**leaves, **copies}, batch.inputs, self.autocast)
-        check_derivative(mean_loss(self.loss_fn, outputs, batch.targets))
+        with PlainWeightNorm():
+            return outputs_of(self._model_at, {**weights, **copies}, batch.inputs, self.autocast)
 
     def _check(self, vector: Tensor) -> None:
         if vector.ndim not in (1, 2) or vector.shape[0] != self.size:

@@ -49,6 +49,11 @@ def _cast(data: Any, dtype: torch.dtype) -> Any:
     )
 
 
+def has_graph(outputs: Any) -> bool:
+    """Tell whether a derivative of the outputs leads anywhere."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs))
+
+
 def check_derivative(loss: Tensor) -> None:
     """Refuse a loss that is cut off from the parameters."""
     if not loss.requires_grad:
@@ -148,7 +153,7 @@ def _vjp(outputs: Pieces, inputs: Pieces, vectors: Pieces, *, create_graph: bool
 def _reverse_hessian(outputs: Any, targets: Any, loss_fn: Loss, weights: Pieces) -> Callable[[Pieces], Pieces]:
     """Return v ↦ ∇²f v: the gradient differentiated once more, backwards because H = Hᵀ."""
     loss = mean_loss(loss_fn, outputs, targets)
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
+    if has_graph(outputs):
         check_derivative(loss)
     gradient = _vjp([loss], weights, [torch.ones_like(loss)], create_graph=True)
     return lambda vector: _vjp(gradient, weights, vector)

@@ -49,6 +49,19 @@ def read_json(path: Path, kind: type[T], remedy: str) -> T:
     return content
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a path to write to, and put what was written in the place of a file; if that fails, the old one stays."""
+    temporary = path.with_name(f"{path.stem}.tmp{path.suffix}")  # whose suffix may tell the format
+    try:
+        yield temporary
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):  # a read-only disk
+            temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a file by this text; whatever goes wrong, the old one stays and no part of the new one does.
 
@@ -58,14 +71,8 @@ def write_text(path: Path, text: str) -> None:
     ...     [path.name for path in Path(folder).iterdir()]
     ['a.txt']
     """
-    temporary = path.with_name(path.name + ".tmp")
-    try:
+    with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):  # a read-only disk
-            temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_json(path: Path, content: Any) -> None:

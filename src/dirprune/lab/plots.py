@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -21,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
+from dirprune.lab.files import replacing
 from dirprune.lab.train import EpochRecord
 from dirprune.zeros import LayerSparsity, SparsityReport
 
@@ -85,14 +85,11 @@ Runs = Mapping[str, Sequence[Sequence[EpochRecord]]]
 @styled
 def save(figure: Figure, path: Path) -> Path:
     """Write the figure to ``path``, in the format of its suffix (.png, .pdf, .svg), and return the path."""
-    temporary = path.with_name(f"{path.stem}.tmp{path.suffix}")  # the suffix tells the format
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(temporary)
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            figure.savefig(temporary)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise OSError(error.errno, f"{error.strerror}, so there is no figure", str(path)) from error
     return path
 

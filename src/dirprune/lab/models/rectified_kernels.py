@@ -141,6 +141,17 @@ def _read_sums(sums, rows, C, TWO: tl.constexpr, HEIGHT: tl.constexpr, CHANNELS:
 
 
 @triton.jit
+def _added(x, b, offset, total, cells, elements, BIASED: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr):
+    """Write x + b + offset, and return it as the next pass will read it: rounded."""
+    x += _read(b, cells, elements, EVEN, True, ACC)
+    if BIASED:
+        x += offset[None, :]
+    rounded = x.to(total.dtype.element_ty)
+    _write(total, cells, rounded, elements, EVEN)
+    return rounded.to(ACC)
+
+
+@triton.jit
 def _relu(z):
     return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)  # a loss that diverges must be seen
 
@@ -154,8 +165,7 @@ def _moments_kernel(
     """Sum x − x₀ and its square; where ADDS, x = a + b + bias is written on the way."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
     first = tl.load(a + channels).to(ACC)
-    if BIASED:
-        offset = tl.load(bias + channels).to(ACC)
+    offset = tl.load(bias + channels).to(ACC)
     if ADDS:
         first += tl.load(b + channels).to(ACC)
         if BIASED:
@@ -167,12 +177,7 @@ def _moments_kernel(
         cells = _cells(tile, period, columns, ROWS)
         x = _read(a, cells, elements, EVEN, ADDS, ACC)
         if ADDS:
-            x += _read(b, cells, elements, EVEN, True, ACC)
-            if BIASED:
-                x += offset[None, :]
-            rounded = x.to(total.dtype.element_ty)
-            _write(total, cells, rounded, elements, EVEN)
-            x = rounded.to(ACC)  # what the next pass will read
+            x = _added(x, b, offset, total, cells, elements, BIASED, EVEN, ACC)
         distance = x - first[None, :]
         if not EVEN:
             distance = tl.where(cells < elements, distance, 0.0)
@@ -317,20 +322,14 @@ def _evaluation_kernel(
     strip, strips, columns, channels = _columns(period, C, WIDTH)
     scale = tl.load(weight + channels).to(ACC) / tl.sqrt(tl.load(variance + channels).to(ACC) + eps)
     shift = tl.load(beta + channels).to(ACC) - tl.load(mean + channels).to(ACC) * scale
-    if BIASED:
-        offset = tl.load(bias + channels).to(ACC)
-        if not ADDS:
-            shift += offset * scale
+    offset = tl.load(bias + channels).to(ACC)
+    if BIASED and not ADDS:
+        shift += offset * scale
     for tile in tl.range(strip, tiles, strips, num_stages=STAGES):
         cells = _cells(tile, period, columns, ROWS)
         x = _read(a, cells, elements, EVEN, True, ACC)
         if ADDS:
-            x += _read(b, cells, elements, EVEN, True, ACC)
-            if BIASED:
-                x += offset[None, :]
-            rounded = x.to(total.dtype.element_ty)
-            _write(total, cells, rounded, elements, EVEN)
-            x = rounded.to(ACC)
+            x = _added(x, b, offset, total, cells, elements, BIASED, EVEN, ACC)
         z = x * scale[None, :] + shift[None, :]
         _write(y, cells, _relu(z), elements, EVEN)
 
