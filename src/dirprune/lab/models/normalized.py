@@ -41,6 +41,8 @@ def rectified(convolution: nn.Module, norm: nn.BatchNorm2d, inputs: Tensor) -> T
     """Return ``relu(norm(convolution(inputs)))``; by kernels, the derivative by the convolution's bias is exactly 0."""
     if not _covers(norm, inputs):
         return F.relu(norm(convolution(inputs)))
+    if not norm.training and _folds(convolution, inputs):
+        return _folded(convolution, norm, inputs)
     return _rectified(*_parted(convolution, inputs), norm)
 
 
@@ -99,6 +101,31 @@ def _rectified(x: Tensor, offset: Tensor | None, norm: nn.BatchNorm2d) -> Tensor
     y: Tensor
     y, numbers = _ops.rectify(x, offset, norm.weight, norm.bias, norm.eps)
     _track(norm, numbers, offset)
+    return y
+
+
+def _folds(layer: nn.Module, inputs: Tensor) -> bool:
+    """Whether the layer is a convolution that cuDNN can end with a relu, in the low precision that is read anyway."""
+    return (
+        type(layer) is nn.Conv2d
+        and not _hooked(layer)
+        and layer.padding_mode == "zeros"
+        and not isinstance(layer.padding, str)
+        and inputs.dtype in (torch.bfloat16, torch.float16)
+    )
+
+
+def _folded(layer: nn.Module, norm: nn.BatchNorm2d, inputs: Tensor) -> Tensor:
+    """Return the layer's result with the running statistics in its weights, which are rounded as by autocast first."""
+    assert isinstance(layer, nn.Conv2d)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    scale = norm.weight / torch.sqrt(norm.running_var + norm.eps)
+    bias = 0.0 if layer.bias is None else layer.bias.to(inputs.dtype)
+    shift = norm.bias + (bias - norm.running_mean) * scale
+    weight = layer.weight.to(inputs.dtype) * scale.view(-1, 1, 1, 1)
+    low = weight.to(inputs.dtype), shift.to(inputs.dtype)
+    y: Tensor = _ops.convolve_relu(inputs, *low, layer.stride, layer.padding, layer.dilation, layer.groups)
     return y
 
 

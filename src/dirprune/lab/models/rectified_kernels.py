@@ -21,7 +21,7 @@ back from the end, where the reduction before them has just been, and find that 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import lcm
 from typing import Any
@@ -44,18 +44,17 @@ class Tile:
     """64 to 128 bytes in flight a thread, as many as registers allow."""
     per_sm: int
     """Programs a multiprocessor, so that all run at once."""
-    stages: int = 1
-    """Tiles under way at a time, all but one of them in shared memory."""
-    warps: int = 4
-    """One holds whole columns, which it can add up for itself."""
+    warps: int
+    """One where columns are added up: it holds them whole, and needs no shared memory."""
 
 
 TILES = {
-    "moments": Tile(rows=16, per_sm=4),
-    "sum": Tile(rows=8, per_sm=5),
-    "map": Tile(rows=16, per_sm=8),
-    "products": Tile(rows=16, per_sm=3, stages=3),
-    "gradient": Tile(rows=8, per_sm=5),
+    "moments": Tile(rows=4, per_sm=16, warps=1),
+    "sum": Tile(rows=8, per_sm=16, warps=1),
+    "map": Tile(rows=16, per_sm=8, warps=4),
+    "products": Tile(rows=8, per_sm=12, warps=1),
+    "gradient": Tile(rows=4, per_sm=16, warps=1),
+    "evaluation": Tile(rows=8, per_sm=5, warps=4),
 }
 SETTLED = {"HEIGHT": 512, "CHANNELS": 8}
 """Rows and channels that a program of the small kernels adds up at a time."""
@@ -109,15 +108,8 @@ def _down(values):
 
 
 @triton.jit
-def _kept(values, KEPT: tl.constexpr):
-    """Return what is added up over the tiles: all rows, or their sum where one row is kept."""
-    return _down(values)[None, :] if KEPT == 1 else values
-
-
-@triton.jit
-def _write_sums(sums, which, strip, strips, period, columns, values, FOLD: tl.constexpr, WIDTH: tl.constexpr):
-    """Write a column's sum for each of this program's columns, or a channel's where 256 columns repeat the channels."""
-    total = _down(values)
+def _write_sums(sums, which, strip, strips, period, columns, total, FOLD: tl.constexpr, WIDTH: tl.constexpr):
+    """Write the sums of this program's columns, or those of the channels where 256 columns repeat them."""
     if FOLD > 1:
         total = _down(tl.reshape(total, (FOLD, WIDTH // FOLD)))
         columns = tl.arange(0, WIDTH // FOLD)
@@ -159,8 +151,8 @@ def _relu(z):
 @triton.jit(do_not_specialize=["tiles"])
 def _moments_kernel(
     a, b, bias, total, sums, C, period, elements, tiles,
-    ADDS: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr,
-    ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    ADDS: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr,
+    ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Sum x − x₀ and its square; where ADDS, x = a + b + bias is written on the way."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
@@ -171,9 +163,9 @@ def _moments_kernel(
         if BIASED:
             first += offset
         first = first.to(total.dtype.element_ty).to(ACC)
-    one = tl.full((KEPT, WIDTH), 0.0, ACC)
-    two = tl.full((KEPT, WIDTH), 0.0, ACC)
-    for tile in tl.range(strip, tiles, strips, num_stages=STAGES):
+    one = tl.full((WIDTH,), 0.0, ACC)
+    two = tl.full((WIDTH,), 0.0, ACC)
+    for tile in tl.range(strip, tiles, strips, num_stages=1):
         cells = _cells(tile, period, columns, ROWS)
         x = _read(a, cells, elements, EVEN, ADDS, ACC)
         if ADDS:
@@ -181,8 +173,8 @@ def _moments_kernel(
         distance = x - first[None, :]
         if not EVEN:
             distance = tl.where(cells < elements, distance, 0.0)
-        one += _kept(distance, KEPT)
-        two += _kept(distance * distance, KEPT)
+        one += _down(distance)
+        two += _down(distance * distance)
     _write_sums(sums, 0, strip, strips, period, columns, one, FOLD, WIDTH)
     _write_sums(sums, 1, strip, strips, period, columns, two, FOLD, WIDTH)
 
@@ -217,13 +209,13 @@ def _moments_settled(
 @triton.jit(do_not_specialize=["tiles"])
 def _forward_kernel(
     x, y, numbers, C, period, elements, tiles,
-    EVEN: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Map x to y."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
     scale = tl.load(numbers + _SCALE * C + channels)
     shift = tl.load(numbers + _SHIFT * C + channels)
-    for tile in tl.range(strip, tiles, strips, num_stages=STAGES):
+    for tile in tl.range(strip, tiles, strips, num_stages=1):
         cells = _cells(tiles - 1 - tile, period, columns, ROWS)
         z = _read(x, cells, elements, EVEN, True, ACC) * scale[None, :] + shift[None, :]
         _write(y, cells, _relu(z), elements, EVEN)
@@ -232,23 +224,22 @@ def _forward_kernel(
 @triton.jit(do_not_specialize=["tiles"])
 def _products_kernel(
     x, dy, sums, numbers, C, period, elements, tiles,
-    EVEN: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr,
-    ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, FOLD: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Sum g and g·(x − mean)."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
     mean = tl.load(numbers + _MEAN * C + channels)
     scale = tl.load(numbers + _SCALE * C + channels)
     shift = tl.load(numbers + _SHIFT * C + channels)
-    one = tl.full((KEPT, WIDTH), 0.0, ACC)
-    two = tl.full((KEPT, WIDTH), 0.0, ACC)
-    for tile in tl.range(strip, tiles, strips, num_stages=STAGES):
+    one = tl.full((WIDTH,), 0.0, ACC)
+    two = tl.full((WIDTH,), 0.0, ACC)
+    for tile in tl.range(strip, tiles, strips, num_stages=1):
         cells = _cells(tile, period, columns, ROWS)
         value = _read(x, cells, elements, EVEN, False, ACC)
         gradient = _read(dy, cells, elements, EVEN, False, ACC)  # beyond the end 0, and so no part of the sums
         gradient = tl.where(value * scale[None, :] + shift[None, :] <= 0.0, 0.0, gradient)
-        one += _kept(gradient, KEPT)
-        two += _kept(gradient * (value - mean[None, :]), KEPT)
+        one += _down(gradient)
+        two += _down(gradient * (value - mean[None, :]))
     _write_sums(sums, 0, strip, strips, period, columns, one, FOLD, WIDTH)
     _write_sums(sums, 1, strip, strips, period, columns, two, FOLD, WIDTH)
 
@@ -277,8 +268,8 @@ def _products_settled(
 @triton.jit(do_not_specialize=["tiles"])
 def _gradient_kernel(
     x, dy, beside, dx, sums, numbers, line, C, period, elements, tiles,
-    BESIDE: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr,
-    ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    BESIDE: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr,
+    ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Map dy to dx, to which the gradient that comes from beside is added; where BIASED, sum dx over the pixels."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
@@ -287,8 +278,8 @@ def _gradient_kernel(
     slope = tl.load(line + channels)
     level = tl.load(line + C + channels)
     if BIASED:
-        total = tl.full((KEPT, WIDTH), 0.0, ACC)
-    for tile in tl.range(strip, tiles, strips, num_stages=STAGES):
+        total = tl.full((WIDTH,), 0.0, ACC)
+    for tile in tl.range(strip, tiles, strips, num_stages=1):
         cells = _cells(tiles - 1 - tile, period, columns, ROWS)
         value = _read(x, cells, elements, EVEN, True, ACC)
         gradient = _read(dy, cells, elements, EVEN, True, ACC)
@@ -300,7 +291,7 @@ def _gradient_kernel(
         if BIASED:
             if not EVEN:
                 gradient = tl.where(cells < elements, gradient, 0.0)
-            total += _kept(gradient, KEPT)
+            total += _down(gradient)
     if BIASED:
         _write_sums(sums, 0, strip, strips, period, columns, total, FOLD, WIDTH)
 
@@ -316,7 +307,7 @@ def _sums_settled(sums, result, C, rows, HEIGHT: tl.constexpr, CHANNELS: tl.cons
 def _evaluation_kernel(
     a, b, bias, total, y, weight, beta, mean, variance, C, period, elements, tiles, eps,
     ADDS: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Map a, or where ADDS x = a + b + bias, to y by the running statistics."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
@@ -325,7 +316,7 @@ def _evaluation_kernel(
     offset = tl.load(bias + channels).to(ACC)
     if BIASED and not ADDS:
         shift += offset * scale
-    for tile in tl.range(strip, tiles, strips, num_stages=STAGES):
+    for tile in tl.range(strip, tiles, strips, num_stages=1):
         cells = _cells(tile, period, columns, ROWS)
         x = _read(a, cells, elements, EVEN, True, ACC)
         if ADDS:
@@ -375,10 +366,8 @@ def plan(tile: Tile, elements: int, channels: int, multiprocessors: int) -> Plan
     strips = triton.cdiv(tiles, triton.cdiv(tiles, most))
     fold = period // channels if blocks == 1 else 1
     sizes = {"C": channels, "period": period, "elements": elements, "tiles": tiles, "WIDTH": WIDTH}
-    sizes |= {"EVEN": elements % (tile.rows * period) == 0, "ROWS": tile.rows}
-    sizes |= {"STAGES": tile.stages, "num_warps": tile.warps}
-    sums = {"FOLD": fold, "KEPT": 1 if tile.warps == 1 else tile.rows}
-    return Plan((blocks * strips,), sizes, sums, strips * (period // fold) // channels)
+    sizes |= {"EVEN": elements % (tile.rows * period) == 0, "ROWS": tile.rows, "num_warps": tile.warps}
+    return Plan((blocks * strips,), sizes, {"FOLD": fold}, strips * (period // fold) // channels)
 
 
 @cache
@@ -387,8 +376,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def planned(kernel: str, x: Tensor) -> Plan:
-    tile = TILES[kernel] if x.element_size() < 8 else replace(TILES[kernel], stages=1)  # as shared memory may be small
-    return plan(tile, x.numel(), x.shape[1], _multiprocessors(x.device))
+    return plan(TILES[kernel], x.numel(), x.shape[1], _multiprocessors(x.device))
 
 
 def accumulated(x: Tensor) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
@@ -123,12 +124,25 @@ def rectify_evaluated(a, b, offset, weight, bias, mean, variance, eps):  # type:
     _check(a, b)
     adds = b is not None
     y, total = torch.empty_like(a), torch.empty_like(a) if adds else a.new_empty(0)
-    plan = kernels.planned("sum" if adds else "map", a)
+    plan = kernels.planned("evaluation" if adds else "map", a)
     kernels._evaluation_kernel[plan.grid](
         a, b if adds else a, weight if offset is None else offset, total, y, weight, bias, mean, variance,
         **plan.sizes, eps=eps, ADDS=adds, BIASED=offset is not None, **kernels.accumulated(a),
     )  # fmt: skip
     return total, y
+
+
+@custom_op(
+    "dirprune::convolve_relu",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor bias, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
+)
+def convolve_relu(x, weight, bias, stride, padding, dilation, groups):  # type: ignore[no-untyped-def]
+    """relu(convolution + bias) in the one pass that cuDNN has for it; nothing that torch.compile would make of it."""
+    options = stride, padding, dilation, groups
+    if x.is_cuda:
+        return torch.ops.aten.cudnn_convolution_relu(x, weight, bias, *options)
+    return F.relu(F.conv2d(x, weight, bias, *options))
 
 
 @custom_op(
@@ -170,6 +184,9 @@ rectify_evaluated.register_fake(
         torch.empty_like(a),
     )
 )
+
+
+convolve_relu.register_fake(lambda x, weight, bias, *options: F.conv2d(x, weight, bias, *options))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
