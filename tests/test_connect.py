@@ -352,7 +352,7 @@ def test_a_loader_without_epochs_is_iterated_anew_for_each() -> None:
 
 
 def test_what_is_not_weights_by_name_and_a_fit_without_epochs_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"end is a Tensor; give weights by name, as take\(model\)"):
+    with pytest.raises(ValueError, match=r"end is a Tensor; give weights by name, as dirprune.weights.take\(model\)"):
         BezierCurve({"weight": torch.ones(2)}, torch.ones(2))  # type: ignore[arg-type]
     curve = BezierCurve({"weight": torch.eye(2)}, {"weight": torch.eye(2)})
     with pytest.raises(ValueError, match="epochs is 0; a fit needs at least one"):
@@ -819,3 +819,35 @@ def test_plane_profile_measures_the_box_and_its_margin() -> None:
     expected = [(x, y) for y in (-0.5, 0.5, 1.5) for x in (-1.0, 1.0, 3.0)]
     torch.testing.assert_close(torch.tensor([row.place for row in rows]), torch.tensor(expected))
     assert [row.train_loss for row in rows] == pytest.approx([x * x + y * y for x, y in expected])
+
+
+def test_an_empty_batch_counts_for_nothing() -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    x, y = torch.randn(6, 3), torch.randint(2, (6,))
+    full, padded = loaders_of([(x, y)]), loaders_of([(x, y), (x[:0], y[:0])])
+    profiles = [curve_profile(model, BezierCurve(take(model), take(other)), each, 3) for each in (full, padded)]
+    assert profiles[0] == profiles[1]
+    losses = [
+        [record.loss for record in fit_curve(model, BezierCurve(take(model), take(other)), each, epochs=1)]
+        for each in (full, padded)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_one_logit_of_two_classes_has_no_error_that_could_be_told() -> None:
+    model = nn.Linear(3, 1)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(outputs.squeeze(1), targets.float())
+
+    found = Evaluator(model, loaders_of([(torch.randn(6, 3), torch.randint(2, (6,)))]), loss_fn=loss)(take(model))
+    assert math.isfinite(found.test_loss)
+    assert math.isnan(found.test_error)
+
+
+def test_what_is_no_weights_is_refused_by_every_curve_and_plane() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="w0 is a Linear; give weights by name"):
+        Plane(model, model, model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ReLU without parameters"):
+        Evaluator(nn.ReLU(), loaders_of([(torch.zeros(2, 3), torch.zeros(2))]))

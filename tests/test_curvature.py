@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from scipy.sparse.linalg import eigsh
@@ -809,3 +810,12 @@ def test_in_a_lower_precision_a_network_that_begins_with_batchnorm_gets_inputs_o
     data = [(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(4, 1))]
     op = HessianOperator(model, nn.functional.mse_loss, data, autocast=torch.bfloat16)
     assert (op @ torch.ones(op.size)).isfinite().all()
+
+
+def test_odd_requests_of_eigenpairs() -> None:
+    matrix = torch.diag(torch.arange(5.0)).requires_grad_()
+    pairs = top_eigenpairs(matrix, numpy.int64(1))
+    assert not pairs.values.requires_grad
+    torch.testing.assert_close(pairs.values, torch.tensor([4.0]))
+    with pytest.raises(ValueError, match="too coarse"):  # the first product closed the space: 1.76 instead of 4
+        top_eigenpairs(matrix.detach().bfloat16(), 1)

@@ -259,3 +259,9 @@ def test_results_do_not_carry_the_graph_of_the_weights(weights: Weights) -> None
             tensors = result.values() if isinstance(result, dict) else [result]
             assert not any(tensor.requires_grad for tensor in tensors)
             assert all(type(tensor) is Tensor for tensor in tensors)
+
+
+def test_a_model_is_not_its_weights() -> None:
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="w is a Linear; give weights by name"):
+        directional_score(model, torch.zeros(3, 0))  # type: ignore[type-var]

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dirprune.batches import Batch, Loss, mean_loss, moved, pairs, refuse_iterator
+from dirprune.batches import Batch, Loss, examples_in, mean_loss, moved, pairs, refuse_iterator
 from dirprune.batchnorm import lacks_variance
 from dirprune.graphs import Captured
 from dirprune.landscape import Evaluator, Loaders, Measurement, means, profile_points, tally
-from dirprune.weights import Weights, check_alike, check_fits, flatten, stateless, unflatten
+from dirprune.weights import Weights, check_alike, check_fits, check_named, flatten, stateless, unflatten
 
 
 class BezierCurve(nn.Module):
@@ -52,13 +52,8 @@ class BezierCurve(nn.Module):
         super().__init__()
         if bends < 0:
             raise ValueError(f"bends is {bends}; give 0 for the straight line or a positive number of control points")
-        for name, weights in (("start", start), ("end", end)):
-            if not isinstance(weights, Mapping):
-                raise ValueError(
-                    f"{name} is a {type(weights).__name__}; give weights by name, as take(model) returns them"
-                )
-            if not weights:
-                raise ValueError(f"{name} holds no weights; give those of a network, as take(model) returns them")
+        check_named(start, "start")
+        check_named(end, "end")
         self._like = {name: tensor.detach().to("meta") for name, tensor in start.items()}
         # Flat vectors: a point of the curve is a few large operations, however many layers the network has. Endpoints
         # are checkpoints already, hence not persistent: the state of the curve is its bends.
@@ -156,6 +151,8 @@ def fit_curve(
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         with _seeded(seed * 1_000_003 + epoch, device), torch.enable_grad():
             for inputs, targets in pairs(_minibatches(loaders.train, epoch), "loaders.train"):
+                if not examples_in(targets):  # whose mean loss is no number
+                    continue
                 t = torch.rand((), dtype=torch.float64, device="cpu").item()
                 totals += step(moved(inputs, device), moved(targets, device), t)
         loss, error = means(totals, "loaders.train.epoch")
@@ -363,6 +360,8 @@ class Plane:
     """
 
     def __init__(self, w0: Mapping[str, Tensor], w1: Mapping[str, Tensor], w2: Mapping[str, Tensor]) -> None:
+        for i, w in enumerate((w0, w1, w2)):
+            check_named(w, f"w{i}")
         self._like = {name: tensor.detach().to("meta") for name, tensor in w0.items()}
         vectors = [_vector(w, self._like, "w0", f"w{i}") for i, w in enumerate((w0, w1, w2))]
         # Double, because x and y are small differences of long vectors.

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -65,6 +66,7 @@ def operator_of(op: SymmetricOperator | Tensor) -> SymmetricOperator:
     """Return the operator, which may be given as a symmetric matrix."""
     if not isinstance(op, Tensor):
         return op
+    op = op.detach()
     found = MatrixOperator(op)
     apart = float((op - op.T).abs().max()) if op.numel() else 0.0
     if apart > torch.finfo(op.dtype).eps ** 0.5 * float(op.abs().max()):
@@ -375,7 +377,7 @@ def lanczos_steps(
     >>> step.pairs(op).values.round(decimals=2)
     tensor([49., 48.])
     """
-    op = operator_of(op)
+    op, k = operator_of(op), _whole(k)
     size = min(op.size, 3 * k + 20 if basis_size is None else basis_size)
     _check_request(op, k, which, size, tolerance, max_iterations)
     generator = torch.Generator(op.device).manual_seed(seed)
@@ -422,7 +424,12 @@ def lanczos_steps(
 def _check_request(op: SymmetricOperator, k: int, which: str, size: int, tolerance: float, max_iterations: int) -> None:
     if which not in ("largest", "magnitude"):
         raise ValueError(f"which is {which!r}; choose 'largest' or 'magnitude'")
-    if not isinstance(k, int) or not 1 <= k <= op.size:
+    if torch.finfo(op.dtype).bits < 32:
+        raise ValueError(
+            f"op is of {op.dtype}, too coarse for an orthonormal basis; give the model or matrix in float32, e.g. "
+            "model.float(), and for speed HessianOperator(…, autocast=torch.bfloat16)"
+        )
+    if not 1 <= k <= op.size:
         raise ValueError(f"k is {k}; an operator of size {op.size} has 1 to {op.size} eigenpairs")
     if size < min(k + 2, op.size):
         raise ValueError(f"basis_size is {size}; {k} eigenpairs need at least {k + 2}")
@@ -432,6 +439,14 @@ def _check_request(op: SymmetricOperator, k: int, which: str, size: int, toleran
         )
     if max_iterations < k:
         raise ValueError(f"max_iterations is {max_iterations}; {k} eigenpairs need at least {k}")
+
+
+def _whole(k: Any) -> int:
+    """Return a whole number of any kind, numpy's too."""
+    try:
+        return index(k)
+    except TypeError:
+        raise ValueError(f"k is {k}; give a whole number of eigenpairs") from None
 
 
 def _ritz(projected: Tensor, which: str) -> tuple[Tensor, Tensor]:

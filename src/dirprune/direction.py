@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dirprune.basis import inner
 from dirprune.curvature import Eigenpairs, SymmetricOperator, dense
-from dirprune.weights import Weights, check_alike, flatten, unflatten
+from dirprune.weights import Weights, check_alike, check_named, flatten, unflatten
 
 Point = TypeVar("Point", Tensor, Weights)
 
@@ -202,11 +202,13 @@ def _check_paired(w: Tensor | Weights, score: Tensor | Weights) -> None:
         forms = ("flat" if isinstance(point, Tensor) else "by name" for point in (w, score))
         raise ValueError("w is {} and score {}; give both flat, or both by name".format(*forms))
     else:
+        check_named(w, "w")
         check_alike(w, score, "w", "score")
 
 
 def _in_order(weights: Weights, eigenvectors: Tensor | Eigenpairs, what: str) -> Weights:
     """Return the weights in the order of the eigenvectors' rows, where that is known."""
+    check_named(weights, what)
     names = eigenvectors.names if isinstance(eigenvectors, Eigenpairs) else None
     if names is None:
         return weights

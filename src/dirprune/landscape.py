@@ -82,7 +82,10 @@ class Evaluator:
         capture: bool | None = None,
     ) -> None:
         self._network = copy.deepcopy(model).eval().requires_grad_(False)
-        self._device = next(self._network.parameters()).device
+        first = next(self._network.parameters(), None)
+        if first is None:
+            raise ValueError(f"model is a {type(model).__name__} without parameters; there are no weights to measure")
+        self._device = first.device
         self._norms = batchnorms(self._network)
         others = [module for module in self._network.modules() if module not in self._norms]
         self._noted = [(m, name, b, b.clone()) for m in others for name, b in m.named_buffers(recurse=False)]
@@ -120,7 +123,9 @@ class Evaluator:
                 setattr(module, name, buffer)
 
     def _held(self, batches: Iterable[Batch], half: str) -> list[Batch]:
-        return [moved(batch, self._device) for batch in pairs(batches, f"loaders.{half}")]
+        # Without empty ones, whose mean loss is no number.
+        held = (batch for batch in pairs(batches, f"loaders.{half}") if examples_in(batch[1]))
+        return [moved(batch, self._device) for batch in held]
 
     def _totals(self, batches: list[Batch]) -> Tensor:
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
@@ -156,6 +161,8 @@ def tally(outputs: Any, targets: Any, loss: Tensor) -> Tensor:
 def _are_classes(outputs: Any, targets: Any) -> bool:
     """Tell whether the outputs score classes along dimension 1 and the targets are their numbers."""
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or outputs.ndim < 2:
+        return False
+    if outputs.shape[1] == 1:  # one logit of two classes, or a number: the largest of one tells nothing
         return False
     return not targets.is_floating_point() and targets.shape == (*outputs.shape[:1], *outputs.shape[2:])
 

@@ -96,6 +96,17 @@ def combine(coefficients: Sequence[float], points: Sequence[Mapping[str, Tensor]
     }
 
 
+def check_named(weights: object, weights_is: str) -> None:
+    """Raise a ValueError unless these are tensors by name."""
+    if not isinstance(weights, Mapping):
+        kind = type(weights).__name__
+        raise ValueError(
+            f"{weights_is} is a {kind}; give weights by name, as dirprune.weights.take(model) returns them"
+        )
+    if not weights:
+        raise ValueError(f"{weights_is} holds no weights; give those of a network, as dirprune.weights.take(model)")
+
+
 def check_fits(model: nn.Module, weights: Mapping[str, Tensor], weights_is: str) -> None:
     """Raise a ValueError that names the first tensor in which the weights are not those of the model."""
     parameters = dict(model.named_parameters())
