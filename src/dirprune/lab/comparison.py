@@ -71,7 +71,7 @@ class Row:
     @staticmethod
     def of(run: Run, outcome: Outcome) -> Row:
         """Read the row of a run that ended so."""
-        trial, records, sessions = Trial.of(run.recipe), run.records(), run.sessions()
+        trial, records = Trial.of(run.recipe), run.records()
         last = records[-1] if records else None
         return Row(
             run=run.folder.name,
@@ -87,8 +87,8 @@ class Row:
             peak_memory_mib=_number(outcome.peak_memory_mib),
             epochs=len(records),
             diverged=outcome.diverged,
-            commit="; ".join(dict.fromkeys(session["commit"] for session in sessions)),
-            device="; ".join(dict.fromkeys(session["device"] for session in sessions)),
+            commit=run.noted("commit"),
+            device=run.noted("device"),
             recipe=shared(run.recipe),
         )
 

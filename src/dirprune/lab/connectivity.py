@@ -35,7 +35,7 @@ from dirprune.lab.connectivity_files import (
     published_curve,
 )
 from dirprune.lab.data import EVALUATION_BATCH
-from dirprune.lab.files import locked, read_json, write_json
+from dirprune.lab.files import locked, write_json
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.tables import read_rows, write_rows
@@ -125,9 +125,7 @@ def connect(
     with runs.load(run_a).recipe.execution(device.type).threading():
         job = _open(run_a, run_b, out, options or Options(), epoch_a, epoch_b, device, root)
         with locked(out):
-            environment = out / "environment.json"
-            sessions = read_json(environment, list, "delete it") if environment.exists() else []
-            write_json(environment, [*sessions, runs.environment(device)])
+            runs.note_session(out, runs.environment(device))
             yield from _carry_out(job)
 
 
@@ -349,7 +347,7 @@ def _summarise(job: _Job) -> None:
     config = json.loads((job.out / "config.json").read_text())
     summary: dict[str, Any] = {
         "config": config,
-        "sessions": json.loads((job.out / "environment.json").read_text()),
+        "sessions": runs.sessions(job.out),
         "distance": (flatten(job.end) - flatten(job.start)).double().norm().item(),
         "sparsity": [(flatten(w) == 0).double().mean().item() for w in (job.start, job.end)],
         **{path: facts_of(profile) for path, profile in profiles(job.out).items()},

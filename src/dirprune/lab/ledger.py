@@ -6,7 +6,6 @@ trajectories.csv    one row an epoch; ``run`` names its row of the ledger
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,16 +146,11 @@ def _rounded(record: EpochRecord) -> dict[str, Any]:
 
 def _circumstances(run: runs.Run) -> dict[str, str]:
     """Return on what, from which source and by which command a run was made."""
-    path = run.folder / "environment.json"
-    sessions: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-
-    def distinct(key: str) -> str:
-        return "; ".join(dict.fromkeys(str(session[key]) for session in sessions))
-
+    first = next(iter(run.sessions()), {})
     return {
-        "hardware": distinct("device"),
-        "torch": distinct("torch"),
-        "commit": distinct("commit"),
-        "command": sessions[0]["command"] if sessions else "",
-        "started": sessions[0]["time"] if sessions else "",
+        "hardware": run.noted("device"),
+        "torch": run.noted("torch"),
+        "commit": run.noted("commit"),
+        "command": first.get("command", ""),
+        "started": first.get("time", ""),
     }

@@ -146,12 +146,11 @@ class Run:
 
     def sessions(self) -> list[dict[str, Any]]:
         """Return what each session that trained here ran on, and under which command."""
-        path = self.folder / "environment.json"
-        try:
-            sessions = json.loads(path.read_text()) if path.exists() else []
-        except ValueError:  # where a run came from is worth less than going on with it
-            return []
-        return [session for session in sessions if isinstance(session, dict)] if isinstance(sessions, list) else []
+        return sessions(self.folder)
+
+    def noted(self, key: str) -> str:
+        """Return what the sessions note under a key, each value once and joined by semicolons: "GPU one; GPU two"."""
+        return "; ".join(dict.fromkeys(str(session[key]) for session in self.sessions() if key in session))
 
     def last_root(self) -> Path | None:
         """Return where the last session found its data, if it was told."""
@@ -160,8 +159,7 @@ class Run:
 
     def note_session(self, device: torch.device, world_size: int, root: Path | None = None) -> None:
         """Add this session to environment.json."""
-        session = {**environment(device, world_size), "data": str(root.resolve()) if root else ""}
-        write_json(self.folder / "environment.json", [*self.sessions(), session])
+        note_session(self.folder, {**environment(device, world_size), "data": str(root.resolve()) if root else ""})
 
 
 def create(folder: Path, recipe: Recipe) -> Run:
@@ -233,6 +231,24 @@ def weights_of(run: Run, epoch: int | None = None) -> tuple[int, dict[str, Any]]
 def parameters_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the parameters in a model state, in the model's order and without the buffers."""
     return {name: state[name] for name, _ in model.named_parameters()}
+
+
+def sessions(folder: Path) -> list[dict[str, Any]]:
+    """Return the environment of each session that worked in a folder; what cannot be read counts for none.
+
+    Where results came from is worth less than going on with them.
+    """
+    path = folder / "environment.json"
+    try:
+        found = json.loads(path.read_text()) if path.exists() else []
+    except ValueError:
+        return []
+    return [session for session in found if isinstance(session, dict)] if isinstance(found, list) else []
+
+
+def note_session(folder: Path, session: dict[str, Any]) -> None:
+    """Add the environment of a session to those of a folder, in environment.json."""
+    write_json(folder / "environment.json", [*sessions(folder), session])
 
 
 def environment(device: torch.device, world_size: int = 1) -> dict[str, Any]:
