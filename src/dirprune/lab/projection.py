@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from dirprune.lab import checkpoint
 from dirprune.lab.files import locked
 from dirprune.lab.runs import Run, environment, parameters_of, weights_of
 from dirprune.lab.spectrum import Journal, Lanczos, Progress, Subject, leading_eigenpairs, subject
-from dirprune.lab.tables import read_rows, settle, write_rows
+from dirprune.lab.tables import merge_rows, read_rows, settle
 from dirprune.weights import flatten, take
 
 _MINIBATCHES = ("data", "validation", "statistics", "augment", "batch_size", "seed")
@@ -100,28 +100,30 @@ def project(
     }
     with locked(out):
         settle(out, {"sgd": sgd.folder.name, "k": k, **asdict(lanczos)}, environment(device), files=files)
-        rows = read_rows(out / "projection.csv", ProjectionRow)
-        spectrum = read_rows(out / "eigenvalues.csv", EigenvalueRow)
         bench: Subject | None = None
         for epoch in chosen:
-            done = {row.run: row for row in rows if row.epoch == epoch}
-            missing = [run for run in grdas if run.folder.name not in done]
-            if missing:
+            measured = {row.run: row for row in read_rows(out / "projection.csv", ProjectionRow) if row.epoch == epoch}
+            if missing := [run for run in grdas if run.folder.name not in measured]:
                 bench = bench or subject(sgd.recipe, lanczos, device=device, root=root)
                 bench.load(weights_of(sgd, epoch)[1])
-                here = yield from bench.ranked(lanczos, what=f"epoch {epoch}")
-                journal = Journal(here.hessian, products := out / f"products-{epoch:04d}")
-                pairs, goal = yield from leading_eigenpairs(
-                    journal, k, lanczos, what=f"epoch {epoch}", judge=here.judge
-                )
-                for run in missing:
-                    done[run.folder.name] = _measure(run, epoch, here, pairs, goal)
-                spectrum = [r for r in spectrum if r.epoch != epoch] + _eigenvalues(epoch, pairs)
-                write_rows(out / "eigenvalues.csv", EigenvalueRow, sorted(spectrum, key=lambda r: (r.epoch, r.index)))
-                rows = [r for r in rows if r.epoch != epoch] + list(done.values())
-                write_rows(out / "projection.csv", ProjectionRow, sorted(rows, key=lambda r: (r.epoch, r.run)))
-                shutil.rmtree(products)
-            yield from (done[run.folder.name] for run in grdas)
+                new = yield from _measure_epoch(bench, missing, epoch, k, lanczos, out)
+                measured |= {row.run: row for row in new}
+            yield from (measured[run.folder.name] for run in grdas)
+
+
+def _measure_epoch(
+    bench: Subject, runs: Sequence[Run], epoch: int, k: int, lanczos: Lanczos, out: Path
+) -> Generator[Progress, None, list[ProjectionRow]]:
+    """Yield the progress; add rows for these runs at the subject's weights to the tables in ``out``, return them."""
+    here = yield from bench.ranked(lanczos, what=f"epoch {epoch}")
+    journal = Journal(here.hessian, products := out / f"products-{epoch:04d}")
+    pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what=f"epoch {epoch}", judge=here.judge)
+    rows = [_measure(run, epoch, here, pairs, goal) for run in runs]
+    values = _eigenvalues(epoch, pairs)
+    merge_rows(out / "eigenvalues.csv", EigenvalueRow, values, key=("epoch", "index"), in_order=True)
+    merge_rows(out / "projection.csv", ProjectionRow, rows, key=("epoch", "run"), in_order=True)
+    shutil.rmtree(products)
+    return rows
 
 
 def check_comparable(sgd: Run, grdas: Sequence[Run]) -> None:

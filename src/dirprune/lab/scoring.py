@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,29 +115,43 @@ def score(
     files = {f"epoch {epoch} of {run.folder.name}": checkpoint.checksum(run.checkpoints, epoch)}
     with locked(out):
         settle(out, {**settings, **asdict(lanczos)}, environment(device), files=files)
-        rows = {(row.method, row.k, row.wanted): row for row in read_rows(out / "score.csv", ScoreRow)}
         bench = subject(run.recipe, lanczos, device=device, root=root)
         bench.load(state)
         bench = yield from bench.ranked(lanczos, what="eigenpairs")
-        w = flatten(take(bench.model))
-        needed = [k for k in ks if any(("directional", k, wanted) not in rows for wanted in grid)]
-        vectors = yield from _eigenvectors(bench, w, max(needed, default=0), lanczos, out)
-        done = 0
-        for method, k in [("magnitude", 0), ("brain-damage", 0), *(("directional", k) for k in ks)]:
-            if any((method, k, wanted) not in rows for wanted in grid):
-                prune = yield from _pruner(method, bench, w, vectors[:, :k], samples, lanczos.seed)
-            for wanted in grid:
-                if (method, k, wanted) not in rows:
-                    lam, pruned = prune(wanted)
-                    rows[method, k, wanted] = ScoreRow(
-                        method, k, wanted, lam, *_measure(bench, pruned, lam, recalibrate)
-                    )
-                    bench.load(state)
-                    write_rows(out / "score.csv", ScoreRow, rows.values())
-                yield rows[method, k, wanted]
-                done += 1
-                yield Progress("pruned networks", done, (2 + len(ks)) * len(grid), unit="networks")
+        yield from _prune_all(bench, state, out, ks, grid, samples, recalibrate, lanczos)
         shutil.rmtree(out / PRODUCTS, ignore_errors=True)
+
+
+def _prune_all(
+    bench: Subject,
+    state: Mapping[str, Any],
+    out: Path,
+    ks: Sequence[int],
+    sparsities: Sequence[float],
+    samples: int,
+    recalibrate: bool,
+    lanczos: Lanczos,
+) -> Iterator[Progress | ScoreRow]:
+    """Prune the network by every method to every sparsity that score.csv does not hold yet; yield all its rows."""
+    rows = {(row.method, row.k, row.wanted): row for row in read_rows(out / "score.csv", ScoreRow)}
+    methods = [("magnitude", 0), ("brain-damage", 0), *(("directional", k) for k in ks)]
+    missing = [each for each in methods if any((*each, wanted) not in rows for wanted in sparsities)]
+    w = flatten(take(bench.model))
+    vectors = yield from _eigenvectors(bench, w, max((k for _, k in missing), default=0), lanczos, out)
+    done = 0
+    for method, k in methods:
+        if (method, k) in missing:
+            prune = yield from _pruner(method, bench, w, vectors[:, :k], samples, lanczos.seed)
+        for wanted in sparsities:
+            if (method, k, wanted) not in rows:
+                lam, pruned = prune(wanted)
+                measured = _measure(bench, pruned, lam, recalibrate)
+                rows[method, k, wanted] = ScoreRow(method, k, wanted, lam, *measured)
+                bench.load(state)
+                write_rows(out / "score.csv", ScoreRow, rows.values())
+            yield rows[method, k, wanted]
+            done += 1
+            yield Progress("pruned networks", done, len(methods) * len(sparsities), unit="networks")
 
 
 def _pruner(

@@ -69,15 +69,19 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
             raise ValueError(f"{path} cannot be read as a table of {kind.__name__} ({error}); delete it") from error
 
 
-def merge_rows(path: Path, kind: type[Row], rows: Iterable[Row], *, key: Sequence[str]) -> None:
-    """Write rows into a table; they take the place of those that are alike in the columns ``key``, the others stay."""
+def merge_rows(path: Path, kind: type[Row], rows: Iterable[Row], *, key: Sequence[str], in_order: bool = False) -> None:
+    """Write rows into a table; they take the place of those that are alike in the columns ``key``, the others stay.
+
+    ``in_order`` sorts the table by these columns; otherwise new rows come last.
+    """
     new = list(rows)
 
     def known_by(row: Row) -> tuple[Any, ...]:
         return tuple(getattr(row, name) for name in key)
 
     replaced = {known_by(row) for row in new}
-    write_rows(path, kind, [*(row for row in read_rows(path, kind) if known_by(row) not in replaced), *new])
+    merged = [*(row for row in read_rows(path, kind) if known_by(row) not in replaced), *new]
+    write_rows(path, kind, sorted(merged, key=known_by) if in_order else merged)
 
 
 def settle(
