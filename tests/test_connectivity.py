@@ -372,7 +372,7 @@ def test_networks_of_another_architecture_are_refused(pair: tuple[Path, Path], t
 def test_a_network_is_not_joined_to_itself_nor_to_what_is_not_there(pair: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="hold the same weights"):
         start(pair[0], pair[0], tmp_path / "job")
-    with pytest.raises(ValueError, match=r"no checkpoint of epoch 7; it has 0, 2"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of epoch 7; it has 0, 2"):
         start(*pair, tmp_path / "job", epoch_b=7)
     with pytest.raises(FileNotFoundError, match="is not a run"):
         start(pair[0], tmp_path / "nothing", tmp_path / "job")

@@ -55,7 +55,7 @@ def save(folder: Path, epoch: int, state: State) -> Path:
     """
     if epoch < 0:
         raise ValueError(f"epoch={epoch} must be at least 0: it is the number of finished epochs")
-    path = _path(folder, epoch)
+    path = path_of(folder, epoch)
     data = _serialise(state)
     checksum = f"{hashlib.sha256(data).hexdigest()}  {path.name}\n".encode()
     contents: dict[Path, bytes | memoryview] = {_sidecar(path): checksum, path: data}
@@ -119,7 +119,7 @@ def checksum(folder: Path, epoch: int) -> str:
     ...     len(checksum(Path(folder), 1))
     64
     """
-    sidecar = _sidecar(_path(folder, epoch))
+    sidecar = _sidecar(path_of(folder, epoch))
     return sidecar.read_text().split()[0] if sidecar.exists() else ""
 
 
@@ -146,7 +146,7 @@ def latest(folder: Path, *, map_location: str | torch.device = "cpu") -> tuple[i
     """
     problems: list[str] = []
     for epoch in reversed(epochs(folder)):
-        path = _path(folder, epoch)
+        path = path_of(folder, epoch)
         try:
             state = _read(path, map_location)
         except CorruptCheckpoint as error:
@@ -176,7 +176,7 @@ def set_aside(folder: Path, after: int) -> None:
     """Rename the checkpoints of epochs later than ``after``, so that they count no more: they could not be trusted."""
     for epoch in epochs(folder):
         if epoch > after:
-            path = _path(folder, epoch)
+            path = path_of(folder, epoch)
             path.replace(path.with_name(path.name + ".corrupt"))
             _sidecar(path).unlink(missing_ok=True)
 
@@ -203,10 +203,10 @@ def prune(folder: Path, keep: Collection[int], last: int = 2) -> None:
     if last < 1:
         raise ValueError(f"last={last} must be at least 1: the newest checkpoint is what a run resumes from")
     saved = epochs(folder)
-    trusted = next((epoch for epoch in reversed(saved) if _is_whole(_path(folder, epoch))), None)
+    trusted = next((epoch for epoch in reversed(saved) if _is_whole(path_of(folder, epoch))), None)
     for epoch in saved[:-last]:
         if epoch not in keep and epoch != trusted:
-            _path(folder, epoch).unlink()
+            path_of(folder, epoch).unlink()
     for leftover in folder.glob("epoch-*.tmp"):
         leftover.unlink()
     for sidecar in folder.glob("epoch-*.pt.sha256"):
@@ -214,7 +214,8 @@ def prune(folder: Path, keep: Collection[int], last: int = 2) -> None:
             sidecar.unlink()
 
 
-def _path(folder: Path, epoch: int) -> Path:
+def path_of(folder: Path, epoch: int) -> Path:
+    """Return the file that the checkpoint of an epoch is, whether or not it is there."""
     return folder / f"epoch-{epoch:04d}.pt"
 
 

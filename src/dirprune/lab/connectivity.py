@@ -242,9 +242,6 @@ def _open(
 
 def _endpoint(run: runs.Run, epoch: int | None, model: nn.Module) -> tuple[int, Weights]:
     """Return the epoch and the weights of a checkpoint of the run, on the model's device; the model holds them then."""
-    saved = checkpoint.epochs(run.checkpoints)
-    if epoch is not None and epoch not in saved:
-        raise ValueError(f"{run.folder} has no checkpoint of epoch {epoch}; it has {', '.join(map(str, saved))}")
     found, state = runs.weights_of(run, epoch)
     # The whole state is compared, with buffers and the second names of shared weights: another architecture is refused.
     check_alike(model.state_dict(), state, f"the network {run.recipe.model!r}", str(run.folder))

@@ -286,7 +286,7 @@ def _advice(run: Run, error: Divergence, saved: int) -> str:
         knobs += [("--c", recipe.c), ("--mu", recipe.mu)]
     smaller = ", ".join(f"{name} (now {value})" for name, value in knobs)
     return (
-        f"{error}. The last good checkpoint is {run.checkpoints}/epoch-{saved:04d}.pt. "
+        f"{error}. The last good checkpoint is {checkpoint.path_of(run.checkpoints, saved)}. "
         f"Try a smaller {smaller}, or another --seed"
     )
 

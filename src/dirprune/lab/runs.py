@@ -219,7 +219,7 @@ def weights_of(run: Run, epoch: int | None = None) -> tuple[int, dict[str, Any]]
             raise FileNotFoundError(
                 f"{run.folder} has no checkpoint of epoch {epoch}; it has {', '.join(map(str, known)) or 'none'}"
             )
-        return epoch, checkpoint.load(run.checkpoints / f"epoch-{epoch:04d}.pt")["model"]
+        return epoch, checkpoint.load(checkpoint.path_of(run.checkpoints, epoch))["model"]
     found = checkpoint.latest(run.checkpoints)
     if found is None:
         if run.records():

@@ -241,9 +241,8 @@ class Journal:
             )
 
     def _kept(self, sample: Tensor) -> Tensor | None:
-        path = self._folder / f"epoch-{self._count:04d}.pt"
         with suppress(FileNotFoundError, checkpoint.CorruptCheckpoint):
-            kept = checkpoint.load(path, map_location=self.device)
+            kept = checkpoint.load(checkpoint.path_of(self._folder, self._count), map_location=self.device)
             if torch.dist(kept["sample"].cpu(), sample) <= 1e-4 * sample.norm():
                 return torch.as_tensor(kept["product"])
         return None
