@@ -71,19 +71,19 @@ def _train(
     quiet: bool,
 ) -> None:
     first = process.is_first
-    with interruption.listening(quietly=not first), _bar(run, title, first) as watched, _board(run, tensorboard) as log:
+    with interruption.listening(quietly=not first), _bar(run, title, first) as advance, _board(run, tensorboard) as log:
         records = conduct(
             run,
             device=device,
             root=root,
             process=process,
             save_every=save_every,
-            watch=watched.around,
+            watch=lambda loader: _Watched(loader, advance),
             stopping=interruption,
         )
         with suppress(KeyboardInterrupt):  # the second one
             for record in records:
-                watched.note(record)
+                advance(0, note=f"accuracy {record.test_accuracy:.2f}%, {record.sparsity:.1%} zero")
                 log(record)
                 if first and not quiet and not is_terminal():
                     emit(record.to_dict())
@@ -162,58 +162,47 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Watched:
     """A loader whose batches move a bar; otherwise as it was."""
 
-    loader: Loader | None
+    loader: Loader
     advance: Callable[..., None]
-
-    def around(self, loader: Loader) -> Loader:
-        self.loader = loader
-        return self
-
-    def note(self, record: EpochRecord) -> None:
-        self.advance(0, note=f"accuracy {record.test_accuracy:.2f}%, {record.sparsity:.1%} zero")
 
     @property
     def examples(self) -> int:
-        return self._loader.examples
+        return self.loader.examples
 
     @property
     def batch_size(self) -> int:
-        return self._loader.batch_size
+        return self.loader.batch_size
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self._loader)
+        return iter(self.loader)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         total, told = len(self), 0
-        for number, batch in enumerate(self._loader.epoch(epoch), start=1):
+        for number, batch in enumerate(self.loader.epoch(epoch), start=1):
             yield batch
             ticks = TICKS * number // total
             if ticks > told:
                 self.advance((ticks - told) / TICKS)
                 told = ticks
 
-    @property
-    def _loader(self) -> Loader:
-        assert self.loader is not None
-        return self.loader
-
 
 @contextmanager
-def _bar(run: Run, title: str, show: bool) -> Iterator[_Watched]:
+def _bar(run: Run, title: str, show: bool) -> Iterator[Callable[..., None]]:
+    """Show a bar of the run's epochs, if this is the process that shows one; gives its ``advance``."""
     if not show:
-        yield _Watched(None, lambda *_, **__: None)
+        yield lambda *_, **__: None
         return
     with bar(title or run.recipe.name, total=run.recipe.epochs, unit="epochs") as advance:
         found = checkpoint.epochs(run.checkpoints)
         advance(found[-1] if found else 0)
-        yield _Watched(None, advance)
+        yield advance
 
 
 @contextmanager
