@@ -120,9 +120,7 @@ def bench(
     if name not in WORKLOADS:
         raise ValueError(f"model={name!r}: there is no such benchmark; take one of {', '.join(WORKLOADS)}")
     workload = WORKLOADS[name]
-    recipe = recipes.get(workload.recipe)
-    if lean is not None:
-        recipe = replace(recipe, cpu=replace(recipe.cpu, lean=lean), cuda=replace(recipe.cuda, lean=lean))
+    recipe = recipes.changed(recipes.get(workload.recipe), lean=lean)
     loaders = data.load(
         "synthetic",
         batch_size=recipe.batch_size,

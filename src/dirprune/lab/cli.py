@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from enum import Enum
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -25,9 +25,6 @@ from dirprune.lab.console import (
     say,
     show,
 )
-
-if TYPE_CHECKING:
-    from dirprune.lab.recipes import Recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -95,7 +92,7 @@ def demo(
         from dirprune.lab.report import layerwise, report
 
         folder = runs.unused(out)
-        recipe = _changed(recipes.get("digits"), epochs=epochs, seed=seed)
+        recipe = recipes.changed(recipes.get("digits"), epochs=epochs, seed=seed)
         for optimizer, name in (("sgd", "SGD"), ("grda", "gRDA")):
             run = runs.create(folder / optimizer, replace(recipe, optimizer=optimizer))
             try:
@@ -153,7 +150,7 @@ def train(
         from dirprune.lab import recipes, runs
         from dirprune.lab.follow import device_of, follow
 
-        chosen = _changed(
+        chosen = recipes.changed(
             recipes.get(recipe),
             optimizer=optimizer.value if optimizer else None,
             c=c,
@@ -271,7 +268,7 @@ def tune(
         from dirprune.lab.console import bar
         from dirprune.lab.follow import device_of
 
-        chosen = _changed(recipes.get(recipe), lr=lr, batch_size=batch_size, seed=seed, model=model)
+        chosen = recipes.changed(recipes.get(recipe), lr=lr, batch_size=batch_size, seed=seed, model=model)
         trials = []
         length = "1 epoch" if epochs == 1 else f"{epochs} epochs"
         search = tuning.tune(
@@ -379,15 +376,6 @@ def bench(
 app.add_typer(cli_research.app)
 app.add_typer(cli_compare.app)
 app.add_typer(cli_reproduce.app)
-
-
-def _changed(recipe: Recipe, **changes: Any) -> Recipe:
-    """Return the recipe with what was given; precision, compile and lean apply to both kinds of device."""
-    execution = {key: changes.pop(key) for key in ("precision", "compile", "lean") if changes.get(key) is not None}
-    changes = {key: value for key, value in changes.items() if value is not None}
-    if execution:
-        changes["cpu"], changes["cuda"] = replace(recipe.cpu, **execution), replace(recipe.cuda, **execution)
-    return replace(recipe, **changes)
 
 
 def _published(settings: tuple[tuple[float, float], ...]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,7 +92,7 @@ def _plan(
     from dirprune.lab import recipes, trials
     from dirprune.lab.experiment import load_data
 
-    chosen = replace(recipes.get(recipe), **{name: value for name, value in changes.items() if value is not None})
+    chosen = recipes.changed(recipes.get(recipe), **changes)
     given = trials.read_sweeps(sweeps)
     batches = len(load_data(chosen, device=torch.device("cpu"), root=root).train)
     return trials.plan(chosen, methods=methods, sparsities=sparsities, seeds=seeds, sweeps=given, batches=batches)

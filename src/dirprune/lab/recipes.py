@@ -123,6 +123,18 @@ class Recipe:
         return Recipe(**made)
 
 
+def changed(recipe: Recipe, **changes: Any) -> Recipe:
+    """Return the recipe with what is not None; precision, compile and lean apply to both kinds of device.
+
+    >>> changed(get("digits"), lr=0.2, epochs=None, lean=True).cuda.lean
+    True
+    """
+    given = {name: value for name, value in changes.items() if value is not None}
+    if execution := {name: given.pop(name) for name in ("precision", "compile", "lean") if name in given}:
+        given["cpu"], given["cuda"] = (replace(each, **execution) for each in (recipe.cpu, recipe.cuda))
+    return replace(recipe, **given)
+
+
 def differing(one: Recipe, other: Recipe, free: Container[str]) -> list[str]:
     """Return the fields in which two recipes differ, but for those that are ``free`` to.
 
