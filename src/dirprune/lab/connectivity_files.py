@@ -22,7 +22,7 @@ from typing import Any
 
 from dirprune.connect import CurveProfile
 from dirprune.lab import connectivity_plots, plots
-from dirprune.lab.files import read_json, write_json
+from dirprune.lab.files import as_read, read_json, write_json
 from dirprune.lab.published import connect as published
 from dirprune.lab.published.connect import PublishedCurve
 from dirprune.lab.runs import RunExists
@@ -76,7 +76,7 @@ def claim(out: Path, config: dict[str, Any]) -> None:
         out.mkdir(parents=True, exist_ok=True)
         write_json(path, config)
         return
-    wanted = json.loads(json.dumps(config))
+    wanted = as_read(config)
     other = [key for key in wanted if key not in _NAMES and found.get(key) != wanted[key]]
     if other:
         told = [key for key in other if not key.startswith(("weights_", "published"))]  # hashes, and what follows

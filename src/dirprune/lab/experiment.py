@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,9 +18,10 @@ from torch.optim import SGD, Optimizer
 from dirprune import GRDA, prunable_groups, sparsity
 from dirprune.lab import baselines, checkpoint, data, models
 from dirprune.lab.baselines import Method
+from dirprune.lab.files import as_read
 from dirprune.lab.loader import CIFAR_STATISTICS, IMAGENET_STATISTICS, Loader
 from dirprune.lab.processes import Process
-from dirprune.lab.recipes import Recipe
+from dirprune.lab.recipes import Recipe, differing
 from dirprune.lab.reward import Reward
 from dirprune.lab.runs import Outcome, Run
 from dirprune.lab.train import Divergence, EpochRecord, train
@@ -340,14 +340,13 @@ def _check_records(run: Run, saved: int | None, *, tell: bool) -> None:
 
 def _check_unchanged(run: Run, state: checkpoint.State) -> None:
     """Raise if config.json says other than what the checkpoint was trained with."""
-    # Through Recipe, so that a checkpoint older than a field has its default.
-    trained, told = (_plain(recipe) for recipe in (Recipe.from_dict(state["recipe"]), run.recipe))
-    for key in sorted(set(told) - FREE_TO_CHANGE):
-        if trained[key] != told[key]:
-            raise ValueError(
-                f"{run.folder / 'config.json'} says {key}={told[key]!r}, and this run was trained with "
-                f"{trained[key]!r}; put that back, or start a new run with `dirprune train`"
-            )
+    trained = Recipe.from_dict(state["recipe"])  # in which a checkpoint older than a field has its default
+    if names := differing(trained, run.recipe, FREE_TO_CHANGE):
+        was, told = (getattr(recipe, names[0]) for recipe in (trained, run.recipe))
+        raise ValueError(
+            f"{run.folder / 'config.json'} says {names[0]}={told!r}, and this run was trained with {was!r}; put that "
+            "back, or start a new run with `dirprune train`"
+        )
 
 
 def _save(run: Run, epoch: int, parts: Parts, method: Method) -> None:
@@ -358,7 +357,7 @@ def _save(run: Run, epoch: int, parts: Parts, method: Method) -> None:
     training, plain = parts.model.state_dict(), method.plain_state()
     state = {
         "epoch": epoch,
-        "recipe": _plain(run.recipe),
+        "recipe": as_read(run.recipe.to_dict()),
         "model": plain,
         "optimizer": parts.optimizer.state_dict(),
         "method": method.state_dict(),
@@ -367,9 +366,3 @@ def _save(run: Run, epoch: int, parts: Parts, method: Method) -> None:
         state["training"] = training
     checkpoint.save(run.checkpoints, epoch, state)
     checkpoint.prune(run.checkpoints, keep=run.recipe.keep)
-
-
-def _plain(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as JSON gives it back."""
-    values: dict[str, Any] = json.loads(json.dumps(recipe.to_dict()))
-    return values

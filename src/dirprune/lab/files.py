@@ -89,6 +89,15 @@ def to_json(content: Any, indent: int | None = None) -> str:
     return json.dumps(finite(content), indent=indent, allow_nan=False)
 
 
+def as_read(content: Any) -> Any:
+    """Return the content as it comes back from a JSON file: what was read before can be compared with that.
+
+    >>> as_read({"keep": (1, 2)})
+    {'keep': [1, 2]}
+    """
+    return json.loads(to_json(content))
+
+
 def finite(content: Any) -> Any:
     """Return nested values with lists for tuples and None for numbers that JSON has no name for."""
     if isinstance(content, float):

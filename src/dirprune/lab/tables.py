@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from dirprune.lab.files import LOCK, read_json, write_json, write_text
+from dirprune.lab.files import LOCK, as_read, read_json, write_json, write_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -103,7 +102,7 @@ def settle(
         OtherSettings: the folder was begun with other settings, or with other files of these names.
     """
     path = folder / "settings.json"
-    wanted = json.loads(json.dumps(settings))
+    wanted = as_read(settings)
     # Settings without anything measured bind nobody; products that were kept do as much as rows.
     begun = path.exists() and any(entry.name not in (path.name, LOCK) for entry in folder.iterdir())
     noted: dict[str, Any] = {"settings": wanted, "sessions": []}
