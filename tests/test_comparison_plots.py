@@ -17,16 +17,9 @@ from torch import nn
 
 from dirprune import sparsity
 from dirprune.lab.baselines import METHODS
-from dirprune.lab.comparison_plots import (
-    Curve,
-    LayerBar,
-    draw_layerwise,
-    draw_tradeoff,
-    layer_bars,
-    layerwise,
-    method_of,
-    tradeoff,
-)
+from dirprune.lab.comparison_plots import layer_bars, layerwise, method_of, tradeoff
+from dirprune.lab.plots import save
+from dirprune.lab.tradeoff import Curve, LayerBar
 
 GRDA = Curve("gRDA", sparsity=[0.98, 0.9, 0.95], accuracy=[92.0, 93.5, 93.0], spread=[0.3, 0.1, 0.2])
 DENSE = Curve("dense", sparsity=[0], accuracy=[93.7], spread=[0.2])
@@ -201,9 +194,9 @@ def test_bars_of_a_network_are_its_weights_with_their_zeros() -> None:
 
 
 def test_figures_are_written_in_the_format_of_the_path(tmp_path: Path) -> None:
-    with Image.open(draw_tradeoff(tmp_path / "new" / "tradeoff.png", [GRDA, DENSE])) as image:
+    with Image.open(save(tradeoff([GRDA, DENSE]), tmp_path / "new" / "tradeoff.png")) as image:
         assert image.format == "PNG"
-    assert draw_layerwise(tmp_path / "layers.pdf", bars("gRDA")).read_bytes().startswith(b"%PDF")
+    assert save(layerwise(bars("gRDA")), tmp_path / "layers.pdf").read_bytes().startswith(b"%PDF")
 
 
 @pytest.mark.parametrize(

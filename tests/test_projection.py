@@ -295,7 +295,7 @@ def test_a_network_that_cannot_be_compiled_is_not(monkeypatch: pytest.MonkeyPatc
 def test_progress_is_told_where_no_bar_is_seen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    events = [Progress("epoch 2", 7, 300, 0.01, 0.001), Progress("epoch 2", 8, 300, 0.002, 0.001)]
+    events = [Progress("epoch 2", 7, 300, 0.01), Progress("epoch 2", 8, 300, 0.002)]
     assert cli_research._collect((event for event in events), ProjectionRow, console.Interruption()) == []
     assert capsys.readouterr().err == ""  # nothing is worth a line yet
     monkeypatch.setattr(console, "QUIET", 0.0)

@@ -138,19 +138,18 @@ def _conclude(out: Path, sparsities: Sequence[float]) -> None:
 
 
 def _draw_published(name: str, out: Path) -> None:
-    from dirprune.lab import comparison_plots
+    from dirprune.lab import comparison_plots, plots
     from dirprune.lab.published import comparison
 
     if name != "resnet50-imagenet":
         raise ValueError(f"--published {name!r} is not known; there is resnet50-imagenet")
-    title = "ResNet50 on ImageNet, published"
-    for path in (
-        comparison_plots.draw_tradeoff(
-            out / "tradeoff.png", comparison.tradeoff_curves(), title=title, counted="sparsity as published"
-        ),
-        comparison_plots.draw_layerwise(out / "layers.png", comparison.layerwise(), title=title),
-    ):
-        say(f"written: {path}")
+    title, counted = "ResNet50 on ImageNet, published", "sparsity as published"
+    figures = {
+        "tradeoff.png": comparison_plots.tradeoff(comparison.tradeoff_curves(), title=title, counted=counted),
+        "layers.png": comparison_plots.layerwise(comparison.layerwise(), title=title),
+    }
+    for name, figure in figures.items():
+        say(f"written: {plots.save(figure, out / name)}")
 
 
 def _fractions(option: str, text: str) -> list[float]:

@@ -23,7 +23,6 @@ class Progress:
     """Where a comparison is: trial ``number``, after so many epochs; ``row`` when that trial has ended."""
 
     number: int
-    trial: Trial
     epoch: int
     note: str = ""
     row: Row | None = None
@@ -59,14 +58,13 @@ def compare(
     ended = {row.run: row for row in elsewhere}
     for number, trial in enumerate(trials, start=1):
         if trial.name in ended:
-            yield Progress(number, trial, trial.recipe.epochs, row=ended[trial.name])
+            yield Progress(number, trial.recipe.epochs, row=ended[trial.name])
     numbers = [number for number, trial in enumerate(trials, start=1) if trial.name not in ended]
     planned = [Planned(out / "runs" / trials[n - 1].name, trials[n - 1].recipe) for n in numbers]
     for step in series(planned, device=device, root=root, stopping=stopping):
         outcome = step.run.outcome() if step.ended else None
         row = Row.of(step.run, outcome) if outcome else None
-        number = numbers[step.number - 1]
-        yield Progress(number, trials[number - 1], step.epoch, step.note, row)
+        yield Progress(numbers[step.number - 1], step.epoch, step.note, row)
 
 
 def _check_alike(out: Path, elsewhere: Sequence[Row], recipe: Recipe) -> None:

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dirprune.lab import comparison_plots, recipes, runs
-from dirprune.lab.comparison_plots import Curve, LayerBar, layer_bars
+from dirprune.lab import comparison_plots, plots, recipes, runs
+from dirprune.lab.comparison_plots import layer_bars
 from dirprune.lab.experiment import FREE_TO_CHANGE
 from dirprune.lab.ledger import departures
 from dirprune.lab.ranking import Point, rank
@@ -26,7 +26,7 @@ from dirprune.lab.recipes import Recipe
 from dirprune.lab.report import Spread, duration
 from dirprune.lab.runs import Outcome, Run
 from dirprune.lab.tables import read_rows, write_rows
-from dirprune.lab.tradeoff import distance
+from dirprune.lab.tradeoff import Curve, LayerBar, distance
 from dirprune.lab.trials import CONTESTANTS, Trial, known_as, setting
 
 
@@ -208,11 +208,11 @@ def write(found: Sequence[Ended], out: Path, sparsities: Sequence[float]) -> lis
     write_rows(out / "ranking.csv", RankRow, ranking(found, sparsities))
     paths = [out / "comparison.csv", out / "layers.csv", out / "ranking.csv"]
     if drawn := curves(found):
-        paths.append(comparison_plots.draw_tradeoff(out / "tradeoff.png", drawn))
+        paths.append(plots.save(comparison_plots.tradeoff(drawn), out / "tradeoff.png"))
     for sparsity in sparsities:
         if bars := nearest_layers(found, sparsity):
-            path = out / f"layers-{sparsity:g}.png"
-            paths.append(comparison_plots.draw_layerwise(path, bars, title=f"runs nearest to {sparsity:.1%}"))
+            figure = comparison_plots.layerwise(bars, title=f"runs nearest to {sparsity:.1%}")
+            paths.append(plots.save(figure, out / f"layers-{sparsity:g}.png"))
     return paths
 
 

@@ -6,7 +6,6 @@ A method has the same colour in every figure; settings of one method differ in t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,13 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from dirprune.lab import plots
-from dirprune.lab.plots import Array
+from dirprune.lab.plots import GREY, Array
 from dirprune.lab.tradeoff import APART, SHORTCUT, STEM, Curve, LayerBar, distance
 from dirprune.zeros import SparsityReport
 
-__all__ = ["Curve", "LayerBar", "draw_layerwise", "draw_tradeoff", "layer_bars", "layerwise", "method_of", "tradeoff"]
-
-GREY, PALE = "#707070", "#CFCFCF"
+PALE = "#CFCFCF"
 _METHODS = {
     "grda": (plots.colour(1), "o"),
     "magnitude": (plots.colour(0), "s"),
@@ -41,16 +38,6 @@ _TICKS = (0, 50, 70, 80, 90, 95, 98, 99, 99.5, 99.8, 99.9, 99.95, 99.98, 99.99)
 OF_WEIGHTS = "sparsity of the weights"
 _FAR = 20.0  # points of accuracy between the best and the worst that hide what distinguishes the good ones
 _NEAR = 10.0  # points below the best that the closer panel shows
-
-
-def draw_tradeoff(path: Path, curves: Sequence[Curve], *, title: str = "", counted: str = OF_WEIGHTS) -> Path:
-    """Write the figure `tradeoff` to ``path``, in the format of its suffix, and return the path."""
-    return plots.save(tradeoff(curves, title=title, counted=counted), path)
-
-
-def draw_layerwise(path: Path, layers: Sequence[LayerBar], *, title: str = "") -> Path:
-    """Write the figure `layerwise` to ``path``, in the format of its suffix, and return the path."""
-    return plots.save(layerwise(layers, title=title), path)
 
 
 @plots.styled

@@ -9,12 +9,11 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from dirprune.lab.plots import add_legend, colour, mark_epochs, panels, scale_log, styled
+from dirprune.lab.plots import GREY, add_legend, colour, mark_epochs, panels, scale_log, styled
 from dirprune.lab.projection import ProjectionRow
 from dirprune.lab.published.projection import PublishedShares
 from dirprune.lab.scoring import ScoreRow
 
-GREY = "#707070"
 _OTHERS = {"magnitude": ("magnitude", "#000000", "s"), "brain-damage": ("optimal brain damage", GREY, "^")}
 _MARKERS = "oDvPX*"
 

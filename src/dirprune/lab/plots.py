@@ -27,6 +27,9 @@ from dirprune.zeros import LayerSparsity, SparsityReport
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 """The colours of Okabe & Ito, which colour-blind readers can tell apart; without yellow, too faint for a line."""
 
+GREY = "#707070"
+"""Of what is no setting: a reference line, a method without a colour of its own."""
+
 PANEL = (3.4, 2.5)
 """Width and height of one panel in inches: two fill a printed page."""
 

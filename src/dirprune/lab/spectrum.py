@@ -75,7 +75,6 @@ class Progress:
     products: int
     most: int
     residual: float | None = None
-    goal: float | None = None
     unit: str = "products"
 
 
@@ -274,7 +273,7 @@ def leading_eigenpairs(
     steps = lanczos_steps(op, k, tolerance=lanczos.tolerance, max_iterations=lanczos.max_iterations, seed=lanczos.seed)
     for step in steps:
         residual = float(step.bounds.max()) / step.scale if step.scale else 0.0
-        yield Progress(what, step.iterations, lanczos.max_iterations, residual, lanczos.tolerance)
+        yield Progress(what, step.iterations, lanczos.max_iterations, residual)
     yield Progress(f"{what}, true residuals", 0, k)
     pairs = step.pairs(judge)
     yield Progress(f"{what}, true residuals", k, k)

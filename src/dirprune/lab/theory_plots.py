@@ -12,12 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullFormatter, ScalarFormatter
 
-from dirprune.lab.plots import add_legend, colour, panels, styled
+from dirprune.lab.plots import GREY, add_legend, colour, panels, styled
 from dirprune.limit_law import LimitRow, Moments
 from dirprune.theory import TheoremRow
 
 GAMMA = "learning rate γ"
-GREY = "#707070"
 MARKERS = ("o", "s", "^")
 
 
