@@ -27,7 +27,7 @@ BLOCK = 1024
 _COMPILATION = {"num_warps": 4, "enable_fp_fusion": True}
 """Products that are added up are rounded once, as in torch's own CUDA kernels."""
 _SPARES = 4
-"""Tables that can be captured between two steps outside a graph."""
+"""Tables allocated ahead, since a capture may not allocate: as many captures can follow one step outside a graph."""
 _COLUMNS = tl.constexpr(7)  # param, grad, accumulator, momentum buffer, elements, step, threshold
 _HEADER = tl.constexpr(5)  # lr, c, mu, momentum, weight decay, as float64
 _DTYPE, _KIND = attrgetter("dtype"), attrgetter("device", "dtype")

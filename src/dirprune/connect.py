@@ -200,7 +200,8 @@ class _FitStep:
         self._shapes = self._shapes or shapes
         forward = self._compiled if shapes == self._shapes else self._outputs  # a short last batch is not worth it
         weights = self._curve.point(t)
-        leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}  # as torch.compile likes
+        # Leaves, so that what is compiled is the network's derivative alone; the curve's follows by `backward` below.
+        leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         lower = self._autocast is not None
         with torch.autocast(self._device.type, dtype=self._autocast, enabled=lower, cache_enabled=False):
             with _variance_asked_for():

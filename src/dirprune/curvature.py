@@ -308,7 +308,7 @@ class LanczosStep:
             values, turn = values.to(vectors), turn.to(vectors)
             vectors, products = vectors @ turn, products @ turn
             residuals = torch.linalg.vector_norm(products - vectors * values, dim=0)
-        names = getattr(operator_of(op), "names", None)  # older tensors have names of their own
+        names = getattr(operator_of(op), "names", None)  # of the operator: a torch.Tensor has `names` of another kind
         return Eigenpairs(values * unit, vectors, residuals * unit, self.iterations, names and tuple(names))
 
 
@@ -401,10 +401,12 @@ def lanczos_steps(
         closed = rest <= 100 * torch.finfo(op.dtype).eps * scale or count == op.size
         bounds = (0.0 if closed else rest) * vectors[-1].abs()
 
-        # A random vector that starts and closes a space is an eigenvector, so all that remains shares its value.
+        # A random vector whose product leads nowhere new is an eigenvector. It had a part in every direction that
+        # remained, so all of them must share its eigenvalue: there is nothing left to look for.
         beaten = bool(_merit(column[-1], which) <= _merit(values[:k][-1], which) + 1e-6 * scale)
         rest_known = count == op.size or (closed and alone and beaten)
-        # One more than wanted must have settled: a loose tolerance would else take a later eigenvalue for a late one.
+        # Pair k + 1 must have settled too. At a loose tolerance a great eigenvalue may not have shown up yet, and a
+        # smaller one would be returned in its place.
         small = bool((bounds[: k + 1] <= tolerance * scale).all())
         done = small and (count >= k if rest_known else count > k and not closed)
         found = values[:k] * unit, bounds[:k] * unit, scale * unit

@@ -116,7 +116,7 @@ class Evaluator:
         return Measurement(place, *means(train, "loaders.train"), *means(test, "loaders.test"))
 
     def _reset_buffers(self) -> None:
-        """Undo what a network notes in its buffers even in eval mode: no point may depend on those before it."""
+        """Put back the buffers that a network changes even in eval mode: no point may depend on those before it."""
         for module, name, buffer, value in self._noted:
             buffer.copy_(value)  # in its place, where a graph reads it; a network may have put another tensor there
             if getattr(module, name) is not buffer:

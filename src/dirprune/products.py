@@ -30,8 +30,9 @@ ForwardProduct = Callable[[Weights, Weights, Weights, Any, Any], Weights]
 def outputs_of(network: Network, state: Weights, inputs: Any, autocast: torch.dtype | None) -> Any:
     """Return the network's outputs at this state, brought back from a lower precision to that of the weights.
 
-    The forward pass alone runs under autocast: derivatives follow the types that they find. The state is cast too, as
-    autocast does with convolutions' weights: where layers mix precisions, as BatchNorm does, tangents have no one type.
+    The forward pass alone runs under autocast: derivatives follow the types that they find. All of the state is cast,
+    more than autocast would: where BatchNorm multiplies bfloat16 inputs by a float32 weight, the tangent that forward
+    mode carries has another type than the output, which torch refuses.
     """
     if autocast is None:
         return network(state, inputs)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 _WIDTH = 80
-_LEAST = 16  # of a name, whatever stands beside it
+_LEAST = 16  # letters of a name that are always shown, however wide the other columns are
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,11 @@ class _Column:
 
 
 def _shapes(title: str, columns: Sequence[_Column], spare: Sequence[str]) -> Iterator[Table]:
-    """Yield a table in all its shapes, the best first: whole; on its side; without what goes without saying."""
+    """Yield a table in all its shapes, the best first.
+
+    Whole; with broken headers; on its side; without the columns that say the same in all rows, which a caption tells;
+    and without more and more of the ``spare`` ones.
+    """
     first, *others = zip(*((column.header, *column.cells) for column in columns), strict=True)
     turned = [_Column(line[0], line[1:], words=False) for line in others]
     same = [column for column in columns if column.same]

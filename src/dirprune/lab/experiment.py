@@ -37,7 +37,7 @@ _STATISTICS = {"": None, "cifar": CIFAR_STATISTICS, "imagenet": IMAGENET_STATIST
 
 
 FREE_TO_CHANGE = {"about", "keep", "published", "cpu", "cuda"}
-"""What of a recipe does not decide the numbers of a run that goes on."""
+"""Fields of a recipe that may change between two sessions of a run: none of its numbers depends on them."""
 
 
 class LostRecords(UserWarning):

@@ -24,7 +24,10 @@ class InUse(RuntimeError):
 
 @contextmanager
 def locked(folder: Path, doing: str = "written") -> Iterator[None]:
-    """Hold the folder: a second job that asks for it is refused. The system lets go of it when this process ends."""
+    """Hold the folder: a second job that asks for it is refused. The system lets go of it when this process ends.
+
+    ``doing`` is what the refusal says of the folder: "runs/a is being trained by process 7 on host".
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:
         try:

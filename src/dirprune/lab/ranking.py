@@ -30,7 +30,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Reading:
-    """A method's accuracy at a sparsity, by the runs of one seed; ``is_there`` unless only the nearest run is told."""
+    """A method's accuracy at a sparsity, by one seed's runs; not ``is_there`` if it is just that of the nearest."""
 
     sparsity: float
     accuracy: float

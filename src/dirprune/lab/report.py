@@ -24,7 +24,14 @@ from dirprune.lab.train import EpochRecord
 SPARE = ("test loss", "weight sparsity (%)", "s/epoch", "seeds", "total", "epochs")
 """The columns of `Row.cells` that a narrow terminal goes without, the first of them first."""
 _NAMELESS = {"seed", "about", "keep", "published"}  # they do not change what a setting is
-_TOLD = {"name", "optimizer", "c", "mu", "method", "options"}  # every description tells them anyway
+_TOLD = {
+    "name",
+    "optimizer",
+    "c",
+    "mu",
+    "method",
+    "options",
+}  # `Recipe.setting`, which begins every description, tells them
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,10 @@ class Lanczos:
 
 @dataclass(frozen=True)
 class Progress:
-    """Hessian products, or another unit, done and the most there are to do; of Lanczos the worst residual / max|λ|."""
+    """Of ``what``, ``products`` are done of at most ``most``, counted in ``unit``.
+
+    ``residual`` is the worst of Lanczos so far, relative to max|λ|; None in other work.
+    """
 
     what: str
     products: int
@@ -80,7 +83,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class Subject:
-    """A network with the Hessian of its training loss, and ``judge``, the same to believe; `load` weights as needed."""
+    """A network with the Hessian of its training loss, at the weights that were loaded last.
+
+    ``hessian`` is what Lanczos multiplies by, ``judge`` the same matrix in a precision whose residuals can be believed.
+    ``curved`` are the examples that both are means over, ``train`` and ``test`` the whole sets.
+    """
 
     model: nn.Module
     hessian: SymmetricOperator
@@ -179,7 +186,7 @@ def losses(model: nn.Module, loader: Loader, *, tf32: bool, what: str) -> Genera
 class Guarded:
     """An operator whose products run in a fixed precision, whatever the process allows elsewhere.
 
-    A network that cannot be compiled is not: that is told once.
+    If products of this network cannot be compiled, a warning says so once, and from then on they run uncompiled.
     """
 
     def __init__(self, op: HessianOperator, tf32: bool) -> None:

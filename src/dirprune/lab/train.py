@@ -114,7 +114,9 @@ def train(
         method.attach(model, optimizer, steps=epochs * len(train_set), examples=train_set.examples)
     method.check_attached(model)
     model.train()
-    alone = parallel is model and method.trains_with == "grda"  # nobody else reads or writes the weights
+    alone = (
+        parallel is model and method.trains_with == "grda"
+    )  # DDP, masks and reparametrisations use the weights too, as float32
     weights = lowered(model, optimizer, execution) if alone else nullcontext()
     with weights:
         step = make_step(model, parallel, optimizer, tally, execution, example, sizes, method.penalty)

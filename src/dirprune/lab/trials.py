@@ -107,7 +107,7 @@ def contestant(name: str) -> Contestant:
 
 
 def known_as(name: str) -> Contestant:
-    """Return the contestant called ``name``, or a stranger of that name, of whom a table tells no more."""
+    """Return the contestant called ``name``; for a name that only an old table knows, one with nothing but the name."""
     return CONTESTANTS.get(name) or Contestant(name, name, name, "unknown")
 
 
