@@ -12,7 +12,8 @@ MODULES = sorted(path.relative_to(SOURCE).with_suffix("") for path in SOURCE.rgl
 
 # What each module of the library may import of the library; a module that is not listed may import none of it.
 LIBRARY = {
-    "optim": {"update", "_fused"},
+    "state": {"options"},
+    "optim": {"options", "state", "update", "_fused"},
     "batchnorm": {"batches"},
     "curvature": {"basis", "batches", "modes", "products", "weights"},
     "products": {"batches", "weights"},

@@ -1,14 +1,13 @@
 """gRDA: generalized regularized dual averaging, the optimizer that prunes while it trains.
 
-The mathematics is in `dirprune.update`; the class here holds the state and the conventions of torch optimizers.
+The mathematics is in `dirprune.update`; the class here follows the conventions of torch optimizers, with its options in
+`dirprune.options` and what it keeps of a parameter in `dirprune.state`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from numbers import Real
 from operator import attrgetter
 from typing import Any, overload
 
@@ -16,16 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from dirprune.options import MACHINE, MATHEMATICS, check_options, number, place_lr, set_lrs
+from dirprune.state import check_state, first_state, place_states, put_state
 from dirprune.update import grda
 
-_PER_ELEMENT = ("accumulator", "momentum_buffer")
-_PER_PARAMETER = ("step", "threshold")
 _PLAIN = {Tensor, nn.Parameter}
 # Asked of every tensor at every step, by `map`: a loop in Python would take longer than the update on the device.
 _DEVICE, _IS_SPARSE = attrgetter("device"), attrgetter("is_sparse")
-_MACHINE = ("foreach", "fused", "capturable")
-_MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize")
-_NUMBERS = {"lr": 0.1, "c": 5e-4, "mu": 0.51, "momentum": 0.9, "weight_decay": 5e-4}  # with an example of each
 
 
 class GRDA(Optimizer):
@@ -91,7 +87,7 @@ class GRDA(Optimizer):
             "fused": fused,
             "capturable": capturable,
         }
-        _check_options(defaults)
+        check_options(defaults)
         self._launchers: dict[tuple[int, torch.device], Any] = {}
         super().__init__(params, defaults)
 
@@ -100,12 +96,12 @@ class GRDA(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_options(group)
+            check_options(group)
             _check_parameters(group)
         except Exception:
             self.param_groups.pop()
             raise
-        _place_lr(group)
+        place_lr(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -117,22 +113,22 @@ class GRDA(Optimizer):
         The mathematics (lr, c, mu, …) comes from the saved state; how this machine computes it (foreach, fused,
         capturable) stays as this optimizer was made. Nothing changes if the state does not fit.
         """
-        machine = [{key: group[key] for key in (*_MACHINE, "lr")} for group in self.param_groups]
+        machine = [{key: group[key] for key in (*MACHINE, "lr")} for group in self.param_groups]
         placed: dict[Tensor, dict[str, Any]] = {}
 
         def check(_: Optimizer, final: dict[str, Any]) -> None:
-            _check_state(self.param_groups, final)
-            placed.update(_place_states(self.param_groups, final))
+            check_state(self.param_groups, final)
+            placed.update(place_states(self.param_groups, final, _scalar_device))
 
         def restore(_: Optimizer) -> None:
-            rates = [_number(group["lr"]) for group in self.param_groups]
+            rates = [number(group["lr"]) for group in self.param_groups]
             for group, own in zip(self.param_groups, machine, strict=True):
-                for key in _MATHEMATICS:
+                for key in MATHEMATICS:
                     group.setdefault(key, self.defaults[key])
                 group.update(own)
-            _set_lrs(self.param_groups, rates)
+            set_lrs(self.param_groups, rates)
             for p, state in placed.items():
-                _put_state(self.state[p], before.get(p, {}), state)
+                put_state(self.state[p], before.get(p, {}), state)
 
         # torch casts every state tensor to its parameter's dtype. These two undo that: the first as the last hook
         # before loading, so that it sees what others made of the state; the second as the first one after it.
@@ -155,10 +151,7 @@ class GRDA(Optimizer):
         """
         state: dict[str, Any] = self.state[p]
         if not state:
-            state["accumulator"] = p.detach().to(accumulator_dtype(p), copy=True)
-            scalar_device = _scalar_device(group, p)
-            state["step"] = torch.zeros((), dtype=torch.float64, device=scalar_device)
-            state["threshold"] = torch.zeros((), dtype=torch.float64, device=scalar_device)
+            state.update(first_state(p, _scalar_device(group, p)))
         return state
 
     def _init_group(
@@ -225,7 +218,7 @@ class GRDA(Optimizer):
         """Step the parameters of a group that lie on one device."""
         path = _choose_path(group, params, lists[0])
         _refuse_capture(group, params[0])
-        options = {key: group[key] for key in _MATHEMATICS}
+        options = {key: group[key] for key in MATHEMATICS}
         if path == "fused":
             self._launcher(index, params[0].device)(params, *lists, **options)
         else:
@@ -238,11 +231,6 @@ class GRDA(Optimizer):
 
             self._launchers[key] = Launcher()
         return self._launchers[key]
-
-
-def accumulator_dtype(parameter: Tensor) -> torch.dtype:
-    """Return float32 or wider: a low-precision accumulator would lose the small steps that decide what is pruned."""
-    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _by_device(lists: tuple[list[Tensor], ...]) -> list[list[list[Tensor]]]:
@@ -313,97 +301,6 @@ def _laid_out(grad: Any, p: Tensor) -> Tensor:
     return laid_out
 
 
-def _place_lr(group: dict[str, Any]) -> None:
-    """Put a capturable group's rate on its device, so that a captured step sees what a scheduler sets."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.dim():
-        group["lr"] = lr = lr.detach().reshape(())
-    if group["capturable"] and group["params"]:
-        dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
-        device = group["params"][0].device
-        group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)  # the caller's own, if it can be
-
-
-def _number(value: Any) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)  # a rate may have a gradient
-
-
-def _set_lrs(groups: list[dict[str, Any]], rates: list[float]) -> None:
-    """Set the groups' rates, in their tensors if they have them: a captured graph reads them there."""
-    taken: dict[int, float] = {}
-    for group, rate in zip(groups, rates, strict=True):
-        lr = group["lr"]
-        if not isinstance(lr, Tensor):
-            group["lr"] = rate
-        elif taken.setdefault(lr.data_ptr(), rate) == rate:
-            lr.detach().fill_(rate)
-        else:  # groups that shared one tensor, and from now on do not have one rate
-            group["lr"] = torch.full_like(lr, rate)
-
-
-def _place_states(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """Return copies of all saved states where this optimizer keeps them, none of their precision lost."""
-    placed: dict[Tensor, dict[str, Any]] = {}
-    for group, saved_group in zip(groups, state_dict["param_groups"], strict=True):
-        for saved_id, p in zip(saved_group["params"], group["params"], strict=True):
-            saved = state_dict["state"].get(saved_id)
-            if saved:
-                placed[p] = _place_state(saved, p, _scalar_device(group, p))
-    return placed
-
-
-def _place_state(saved: dict[str, Any], p: Tensor, scalar_device: torch.device) -> dict[str, Any]:
-    placed: dict[str, Any] = {}
-    for key in _PER_ELEMENT:
-        if saved.get(key) is not None:
-            # In the parameter's memory layout, not in that of the model it was saved from: the kernel counts on it.
-            placed[key] = torch.empty_like(p.detach(), dtype=accumulator_dtype(p)).copy_(saved[key].detach())
-    for key in _PER_PARAMETER:
-        placed[key] = torch.as_tensor(saved[key], dtype=torch.float64, device=scalar_device).detach().clone()
-    return placed
-
-
-def _put_state(state: dict[str, Any], before: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Replace a state by the loaded one, where that fits in the memory it had: a captured graph reads it there."""
-    state.clear()
-    for key, value in loaded.items():
-        own = before.get(key)
-        fits = own is not None and _kind(own) == _kind(value)
-        state[key] = own.copy_(value) if fits else value  # type: ignore[union-attr]
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Raise if an option cannot be used, and make numbers plain floats."""
-    for name, example in _NUMBERS.items():
-        value = options[name]
-        if name == "lr" and isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-            continue
-        if not isinstance(value, Real):
-            raise ValueError(f"{name}={value!r} is not a number; give one, e.g. {name}={example:g}")
-        options[name] = float(value)  # not numpy's or a Fraction, which a state could not be saved with
-    lr, c, mu, momentum, weight_decay = (_number(options[name]) for name in _NUMBERS)
-    if not lr >= 0 or math.isinf(lr):
-        raise ValueError(f"lr={lr} is not a learning rate; give a finite number ≥ 0, e.g. lr=0.1")
-    if not c >= 0 or math.isinf(c):
-        raise ValueError(f"c={c} is not a pruning strength; give a finite number ≥ 0, e.g. c=5e-4 (c=0 prunes nothing)")
-    if not mu > 0 or math.isinf(mu):
-        raise ValueError(f"mu={mu} is not a growth exponent; give a finite number > 0, typically between 0.5 and 1")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum={momentum} is out of range; give a number in [0, 1), e.g. momentum=0.9")
-    if options["nesterov"] and momentum == 0:
-        raise ValueError("nesterov=True needs momentum, and momentum=0; give e.g. momentum=0.9, or nesterov=False")
-    if not weight_decay >= 0 or math.isinf(weight_decay):
-        raise ValueError(
-            f"weight_decay={weight_decay} is not a decay; give a finite number ≥ 0, e.g. weight_decay=5e-4"
-        )
-    if options["foreach"] and options["fused"]:
-        raise ValueError("foreach=True and fused=True exclude each other; give one of them, or neither for the default")
-
-
 def _check_parameters(group: dict[str, Any]) -> None:
     for index, p in enumerate(group["params"]):
         if p.is_complex():
@@ -414,56 +311,3 @@ def _check_parameters(group: dict[str, Any]) -> None:
     obstacle = _fused_obstacle([_local(p) for p in group["params"]]) if group["fused"] else None
     if obstacle:
         raise ValueError(f"fused=True cannot run here: {obstacle}; use fused=None to take the fastest path that can")
-
-
-def _check_state(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
-    """Raise a ValueError that names what does not fit, before anything is changed."""
-    if "state" not in state_dict or "param_groups" not in state_dict:
-        raise ValueError(f"state_dict has the keys {list(state_dict)}; give what GRDA.state_dict() returned")
-    saved_groups = state_dict["param_groups"]
-    if len(saved_groups) != len(groups):
-        raise ValueError(
-            f"state_dict has {len(saved_groups)} parameter groups and this optimizer {len(groups)}; "
-            "make the optimizer with the groups it was saved with"
-        )
-    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        if len(group["params"]) != len(saved["params"]):
-            raise ValueError(
-                f"state_dict has {len(saved['params'])} parameters in group {number} and this optimizer "
-                f"{len(group['params'])}; load it into an optimizer of the same model"
-            )
-        missing = [key for key in ("lr", "c", "mu") if key not in saved]
-        if missing:
-            raise ValueError(
-                f"state_dict is not one of GRDA's: group {number} has no {', '.join(missing)}; start a new GRDA on the "
-                "trained weights instead"
-            )
-        _check_options({**group, **saved, **{key: group[key] for key in _MACHINE}})
-        for saved_id, p in zip(saved["params"], group["params"], strict=True):
-            state = state_dict["state"].get(saved_id)
-            if state:
-                _check_parameter_state(state, saved_id, p)
-
-
-def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor) -> None:
-    absent = [key for key in (_PER_ELEMENT[0], *_PER_PARAMETER) if state.get(key) is None]
-    if absent:
-        raise ValueError(f"state_dict has no {', '.join(absent)} for parameter {name}: not a state of GRDA's")
-    for key in _PER_PARAMETER:
-        value = torch.as_tensor(state[key], device="cpu")
-        if value.numel() != 1 or value.dim() or not 0 <= float(value) < math.inf:
-            raise ValueError(f"state_dict has {key}={value.tolist()} for parameter {name}; it is one finite number ≥ 0")
-    for key in _PER_ELEMENT:
-        tensor = state.get(key)
-        if tensor is None:
-            continue
-        if tensor.shape != p.shape:
-            raise ValueError(
-                f"state_dict has an {key} of shape {tuple(tensor.shape)} for parameter {name}, whose shape is "
-                f"{tuple(p.shape)}; load it into an optimizer of the same model"
-            )
-        if getattr(tensor, "placements", None) != getattr(p, "placements", None):
-            raise ValueError(
-                f"state_dict has an {key} for parameter {name} that is not sharded as the parameter is; load it with "
-                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-            )

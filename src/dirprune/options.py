@@ -1,0 +1,72 @@
+"""The options of gRDA: what may be given, and where a learning rate lives."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MACHINE = ("foreach", "fused", "capturable")
+"""How this machine computes."""
+MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize")
+"""What it computes."""
+_NUMBERS = {"lr": 0.1, "c": 5e-4, "mu": 0.51, "momentum": 0.9, "weight_decay": 5e-4}  # with an example of each
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise if an option cannot be used, and make numbers plain floats."""
+    for name, example in _NUMBERS.items():
+        value = options[name]
+        if name == "lr" and isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            continue
+        if not isinstance(value, Real):
+            raise ValueError(f"{name}={value!r} is not a number; give one, e.g. {name}={example:g}")
+        options[name] = float(value)  # not numpy's or a Fraction, which a state could not be saved with
+    lr, c, mu, momentum, weight_decay = (number(options[name]) for name in _NUMBERS)
+    if not lr >= 0 or math.isinf(lr):
+        raise ValueError(f"lr={lr} is not a learning rate; give a finite number ≥ 0, e.g. lr=0.1")
+    if not c >= 0 or math.isinf(c):
+        raise ValueError(f"c={c} is not a pruning strength; give a finite number ≥ 0, e.g. c=5e-4 (c=0 prunes nothing)")
+    if not mu > 0 or math.isinf(mu):
+        raise ValueError(f"mu={mu} is not a growth exponent; give a finite number > 0, typically between 0.5 and 1")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum={momentum} is out of range; give a number in [0, 1), e.g. momentum=0.9")
+    if options["nesterov"] and momentum == 0:
+        raise ValueError("nesterov=True needs momentum, and momentum=0; give e.g. momentum=0.9, or nesterov=False")
+    if not weight_decay >= 0 or math.isinf(weight_decay):
+        raise ValueError(
+            f"weight_decay={weight_decay} is not a decay; give a finite number ≥ 0, e.g. weight_decay=5e-4"
+        )
+    if options["foreach"] and options["fused"]:
+        raise ValueError("foreach=True and fused=True exclude each other; give one of them, or neither for the default")
+
+
+def number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)  # a rate may have a gradient
+
+
+def place_lr(group: dict[str, Any]) -> None:
+    """Put a capturable group's rate on its device, so that a captured step sees what a scheduler sets."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.dim():
+        group["lr"] = lr = lr.detach().reshape(())
+    if group["capturable"] and group["params"]:
+        dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
+        device = group["params"][0].device
+        group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)  # the caller's own, if it can be
+
+
+def set_lrs(groups: list[dict[str, Any]], rates: list[float]) -> None:
+    """Set the groups' rates, in their tensors if they have them: a captured graph reads them there."""
+    taken: dict[int, float] = {}
+    for group, rate in zip(groups, rates, strict=True):
+        lr = group["lr"]
+        if not isinstance(lr, Tensor):
+            group["lr"] = rate
+        elif taken.setdefault(lr.data_ptr(), rate) == rate:
+            lr.detach().fill_(rate)
+        else:  # groups that shared one tensor, and from now on do not have one rate
+            group["lr"] = torch.full_like(lr, rate)

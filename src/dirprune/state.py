@@ -1,0 +1,121 @@
+"""What gRDA keeps of every parameter: made from its weights, or put in place from a saved state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dirprune.options import MACHINE, check_options
+
+_PER_ELEMENT = ("accumulator", "momentum_buffer")
+_PER_PARAMETER = ("step", "threshold")
+
+
+def first_state(p: Tensor, scalar_device: torch.device) -> dict[str, Tensor]:
+    """Return the state before the first step: the accumulator starts at the weights."""
+    zero = torch.zeros((), dtype=torch.float64, device=scalar_device)
+    return {"accumulator": p.detach().to(accumulator_dtype(p), copy=True), "step": zero, "threshold": zero.clone()}
+
+
+def accumulator_dtype(parameter: Tensor) -> torch.dtype:
+    """Return float32 or wider: a low-precision accumulator would lose the small steps that decide what is pruned."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def check_state(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
+    """Raise a ValueError that names what does not fit, before anything is changed."""
+    if "state" not in state_dict or "param_groups" not in state_dict:
+        raise ValueError(f"state_dict has the keys {list(state_dict)}; give what GRDA.state_dict() returned")
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            f"state_dict has {len(saved_groups)} parameter groups and this optimizer {len(groups)}; "
+            "make the optimizer with the groups it was saved with"
+        )
+    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        if len(group["params"]) != len(saved["params"]):
+            raise ValueError(
+                f"state_dict has {len(saved['params'])} parameters in group {number} and this optimizer "
+                f"{len(group['params'])}; load it into an optimizer of the same model"
+            )
+        missing = [key for key in ("lr", "c", "mu") if key not in saved]
+        if missing:
+            raise ValueError(
+                f"state_dict is not one of GRDA's: group {number} has no {', '.join(missing)}; start a new GRDA on the "
+                "trained weights instead"
+            )
+        check_options({**group, **saved, **{key: group[key] for key in MACHINE}})
+        for saved_id, p in zip(saved["params"], group["params"], strict=True):
+            state = state_dict["state"].get(saved_id)
+            if state:
+                _check_parameter_state(state, saved_id, p)
+
+
+def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor) -> None:
+    absent = [key for key in (_PER_ELEMENT[0], *_PER_PARAMETER) if state.get(key) is None]
+    if absent:
+        raise ValueError(f"state_dict has no {', '.join(absent)} for parameter {name}: not a state of GRDA's")
+    for key in _PER_PARAMETER:
+        value = torch.as_tensor(state[key], device="cpu")
+        if value.numel() != 1 or value.dim() or not 0 <= float(value) < math.inf:
+            raise ValueError(f"state_dict has {key}={value.tolist()} for parameter {name}; it is one finite number ≥ 0")
+    for key in _PER_ELEMENT:
+        tensor = state.get(key)
+        if tensor is None:
+            continue
+        if tensor.shape != p.shape:
+            raise ValueError(
+                f"state_dict has an {key} of shape {tuple(tensor.shape)} for parameter {name}, whose shape is "
+                f"{tuple(p.shape)}; load it into an optimizer of the same model"
+            )
+        if getattr(tensor, "placements", None) != getattr(p, "placements", None):
+            raise ValueError(
+                f"state_dict has an {key} for parameter {name} that is not sharded as the parameter is; load it with "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
+
+
+def place_states(
+    groups: list[dict[str, Any]],
+    state_dict: dict[str, Any],
+    scalar_device: Callable[[dict[str, Any], Tensor], torch.device],
+) -> dict[Tensor, dict[str, Any]]:
+    """Return copies of all saved states where this optimizer keeps them, none of their precision lost.
+
+    ``scalar_device(group, p)`` tells where a parameter's step and threshold belong.
+    """
+    placed: dict[Tensor, dict[str, Any]] = {}
+    for group, saved_group in zip(groups, state_dict["param_groups"], strict=True):
+        for saved_id, p in zip(saved_group["params"], group["params"], strict=True):
+            saved = state_dict["state"].get(saved_id)
+            if saved:
+                placed[p] = _place_state(saved, p, scalar_device(group, p))
+    return placed
+
+
+def _place_state(saved: dict[str, Any], p: Tensor, scalar_device: torch.device) -> dict[str, Any]:
+    placed: dict[str, Any] = {}
+    for key in _PER_ELEMENT:
+        if saved.get(key) is not None:
+            # In the parameter's memory layout, not in that of the model it was saved from: the kernel counts on it.
+            placed[key] = torch.empty_like(p.detach(), dtype=accumulator_dtype(p)).copy_(saved[key].detach())
+    for key in _PER_PARAMETER:
+        placed[key] = torch.as_tensor(saved[key], dtype=torch.float64, device=scalar_device).detach().clone()
+    return placed
+
+
+def put_state(state: dict[str, Any], before: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Replace a state by the loaded one, where that fits in the memory it had: a captured graph reads it there."""
+    state.clear()
+    for key, value in loaded.items():
+        own = before.get(key)
+        fits = own is not None and _kind(own) == _kind(value)
+        state[key] = own.copy_(value) if fits else value  # type: ignore[union-attr]
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
