@@ -20,14 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dirprune.basis import inner
 from dirprune.batches import examples_in
-from dirprune.curvature import (
-    HessianOperator,
-    MatrixOperator,
-    dense,
-    hessian_diagonal,
-    lanczos_steps,
-    top_eigenpairs,
-)
+from dirprune.curvature import HessianOperator, hessian_diagonal, top_eigenpairs
+from dirprune.lanczos import lanczos_steps
+from dirprune.operators import MatrixOperator, dense
 from dirprune.weights import flatten, take, unflatten
 
 Batches = list[tuple[Tensor, Tensor]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dirprune.curvature import Eigenpairs, HessianOperator, MatrixOperator, top_eigenpairs
+from dirprune.curvature import Eigenpairs, HessianOperator, top_eigenpairs
 from dirprune.direction import (
     directional_path,
     directional_prune,
@@ -18,6 +18,7 @@ from dirprune.direction import (
     nonflat_basis,
     null_projection,
 )
+from dirprune.operators import MatrixOperator
 from dirprune.weights import Weights, flatten, take, unflatten
 
 

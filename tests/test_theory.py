@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
-from dirprune.curvature import dense
 from dirprune.limit_law import gradient_flow, limit_moments, limit_rows, simulated_moments
+from dirprune.operators import dense
 from dirprune.optim import GRDA
 from dirprune.theory import (
     LeastSquares,

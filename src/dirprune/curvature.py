@@ -1,22 +1,20 @@
-"""Curvature of the training loss: products with its Hessian, and the eigenpairs that Lanczos finds with them."""
+"""Curvature of the training loss: products with its Hessian, its leading eigenpairs, its diagonal."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from operator import index
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dirprune.basis import fresh, inner, length, orthogonalise, rotate, unit_of
 from dirprune.batches import Loss, examples_in, mean_loss, moved, pairs, refuse_iterator
+from dirprune.lanczos import Eigenpairs, Which, lanczos_steps
 from dirprune.modes import eval_mode
+from dirprune.operators import SymmetricOperator, operator_of
 from dirprune.products import (
     Kind,
     PlainWeightNorm,
@@ -28,50 +26,7 @@ from dirprune.products import (
 )
 from dirprune.weights import Weights, stateless, unflatten
 
-Which = Literal["largest", "magnitude"]
-
-
-class SymmetricOperator(Protocol):
-    """What `top_eigenpairs` needs to know of a symmetric matrix: its size and its products."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    def __matmul__(self, vector: Tensor, /) -> Tensor: ...
-
-
-class MatrixOperator:
-    """A symmetric matrix at hand, as an operator.
-
-    >>> MatrixOperator(torch.diag(torch.tensor([1.0, 2.0]))) @ torch.ones(2)
-    tensor([1., 2.])
-    """
-
-    def __init__(self, matrix: Tensor) -> None:
-        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-            raise ValueError(f"matrix has shape {tuple(matrix.shape)}; a symmetric operator needs a square one")
-        if not matrix.is_floating_point():
-            raise ValueError(f"matrix is of {matrix.dtype}; give real numbers, e.g. matrix.double()")
-        self.matrix, self.size, self.dtype, self.device = matrix, matrix.shape[0], matrix.dtype, matrix.device
-
-    def __matmul__(self, vector: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, enabled=False):
-            return torch.matmul(self.matrix, vector)
-
-
-def operator_of(op: SymmetricOperator | Tensor) -> SymmetricOperator:
-    """Return the operator, which may be given as a symmetric matrix."""
-    if not isinstance(op, Tensor):
-        return op
-    op = op.detach()
-    found = MatrixOperator(op)
-    apart = float((op - op.T).abs().max()) if op.numel() else 0.0
-    if apart > torch.finfo(op.dtype).eps ** 0.5 * float(op.abs().max()):
-        raise ValueError(f"the matrix is up to {apart:.2g} apart from its transpose; give a symmetric one: (A + Aᵀ)/2")
-    return found
+__all__ = ["Eigenpairs", "HessianOperator", "hessian_diagonal", "top_eigenpairs"]
 
 
 class _Batch(NamedTuple):
@@ -263,55 +218,6 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Eigenpairs:
-    """Eigenvalues [k], eigenvectors as columns [d, k], true residuals ‖Hv − λv‖ [k], and the products they took.
-
-    ``names`` are those of the parameters that the eigenvectors run over, in that order, where the operator has names.
-    """
-
-    values: Tensor
-    vectors: Tensor
-    residuals: Tensor
-    iterations: int
-    names: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True)
-class LanczosStep:
-    """Where Lanczos stands after one product: the wanted Ritz values, best first, and bounds of their residuals.
-
-    ``basis`` is the solver's own memory: it holds these Ritz vectors only until the next step.
-    """
-
-    values: Tensor
-    bounds: Tensor
-    scale: float
-    iterations: int
-    converged: bool
-    basis: Tensor
-    coefficients: Tensor
-    which: Which
-
-    def pairs(self, op: SymmetricOperator | Tensor) -> Eigenpairs:
-        """Return the best eigenpairs of ``op`` in the span of those found, with true residuals: a product for each.
-
-        ``op`` may be the operator in a higher precision, for a lower one does not see its own error.
-        """
-        with torch.autocast(self.basis.device.type, enabled=False):  # a caller's own
-            vectors = (self.coefficients.to(self.basis).T @ self.basis).T
-            products = operator_of(op) @ vectors
-            unit = unit_of(products)
-            products = products / unit
-            overlaps = inner(vectors.T, products).cpu()
-            values, turn = _ritz((overlaps + overlaps.T) / 2, self.which)
-            values, turn = values.to(vectors), turn.to(vectors)
-            vectors, products = vectors @ turn, products @ turn
-            residuals = torch.linalg.vector_norm(products - vectors * values, dim=0)
-        names = getattr(operator_of(op), "names", None)  # of the operator: a torch.Tensor has `names` of another kind
-        return Eigenpairs(values * unit, vectors, residuals * unit, self.iterations, names and tuple(names))
-
-
 def top_eigenpairs(
     op: SymmetricOperator | Tensor,
     k: int,
@@ -357,116 +263,6 @@ def top_eigenpairs(
             stacklevel=2,
         )
     return pairs
-
-
-def lanczos_steps(
-    op: SymmetricOperator | Tensor,
-    k: int,
-    *,
-    which: Which = "largest",
-    tolerance: float = 1e-4,
-    max_iterations: int = 500,
-    seed: int = 0,
-    basis_size: int | None = None,
-) -> Iterator[LanczosStep]:
-    """Yield the state of `top_eigenpairs` after every product; before the k-th it has fewer than k Ritz values.
-
-    >>> op = MatrixOperator(torch.diag(torch.arange(50.0)))
-    >>> for step in lanczos_steps(op, 2):
-    ...     pass                                   # show step.iterations, step.values, step.bounds.max()
-    >>> step.pairs(op).values.round(decimals=2)
-    tensor([49., 48.])
-    """
-    op, k = operator_of(op), _whole(k)
-    size = min(op.size, 3 * k + 20 if basis_size is None else basis_size)
-    _check_request(op, k, which, size, tolerance, max_iterations)
-    generator = torch.Generator(op.device).manual_seed(seed)
-    # Rows are basis vectors. The operator projected on them is small: float64, on the host.
-    basis = torch.zeros(size, op.size, dtype=op.dtype, device=op.device)
-    projected = torch.zeros(size, size, dtype=torch.float64)
-    basis[0] = fresh(basis[:0], generator)
-    count, scale, unit, alone = 0, 0.0, 0.0, True
-    for iteration in range(1, max_iterations + 1):
-        product = op @ basis[count]
-        unit = unit or unit_of(product)  # what follows is of the operator divided by it
-        new, overlaps = orthogonalise(product / unit, basis[: count + 1])
-        column, rest = overlaps.cpu(), length(new)
-        if not math.isfinite(rest):
-            raise ValueError(f"product {iteration} of op is not finite; are the weights and the loss?")
-        projected[count, : count + 1] = projected[: count + 1, count] = column
-        count += 1
-        values, vectors = _ritz(projected[:count, :count], which)
-        scale = max(scale, float(values.abs().max()))
-        # Below this the rest is round-off: the basis spans an invariant space, and another vector must lead out of it.
-        closed = rest <= 100 * torch.finfo(op.dtype).eps * scale or count == op.size
-        bounds = (0.0 if closed else rest) * vectors[-1].abs()
-
-        # A random vector whose product leads nowhere new is an eigenvector. It had a part in every direction that
-        # remained, so all of them must share its eigenvalue: there is nothing left to look for.
-        beaten = bool(_merit(column[-1], which) <= _merit(values[:k][-1], which) + 1e-6 * scale)
-        rest_known = count == op.size or (closed and alone and beaten)
-        # Pair k + 1 must have settled too. At a loose tolerance a great eigenvalue may not have shown up yet, and a
-        # smaller one would be returned in its place.
-        small = bool((bounds[: k + 1] <= tolerance * scale).all())
-        done = small and (count >= k if rest_known else count > k and not closed)
-        found = values[:k] * unit, bounds[:k] * unit, scale * unit
-        yield LanczosStep(*found, iteration, done, basis[:count], vectors[:, :k], which)
-        if done:
-            return
-        if count == size:
-            kept = k + (size - k) // 2
-            rotate(basis, vectors[:, :kept])
-            projected.zero_()
-            projected.diagonal()[:kept] = values[:kept]
-            count = kept
-        basis[count] = fresh(basis[:count], generator) if closed else new / rest
-        alone = closed
-
-
-def _check_request(op: SymmetricOperator, k: int, which: str, size: int, tolerance: float, max_iterations: int) -> None:
-    if which not in ("largest", "magnitude"):
-        raise ValueError(f"which is {which!r}; choose 'largest' or 'magnitude'")
-    if torch.finfo(op.dtype).bits < 32:
-        raise ValueError(
-            f"op is of {op.dtype}, too coarse for an orthonormal basis; give the model or matrix in float32, e.g. "
-            "model.float(), and for speed HessianOperator(…, autocast=torch.bfloat16)"
-        )
-    if not 1 <= k <= op.size:
-        raise ValueError(f"k is {k}; an operator of size {op.size} has 1 to {op.size} eigenpairs")
-    if size < min(k + 2, op.size):
-        raise ValueError(f"basis_size is {size}; {k} eigenpairs need at least {k + 2}")
-    if not 0 <= tolerance < math.inf:
-        raise ValueError(
-            f"tolerance is {tolerance}; give the greatest residual to accept, relative to max|λ|: e.g. 1e-4"
-        )
-    if max_iterations < k:
-        raise ValueError(f"max_iterations is {max_iterations}; {k} eigenpairs need at least {k}")
-
-
-def _whole(k: Any) -> int:
-    """Return a whole number of any kind, numpy's too."""
-    try:
-        return index(k)
-    except TypeError:
-        raise ValueError(f"k is {k}; give a whole number of eigenpairs") from None
-
-
-def _ritz(projected: Tensor, which: str) -> tuple[Tensor, Tensor]:
-    """Return the eigenpairs of the small matrix, best first."""
-    values, vectors = torch.linalg.eigh(projected)
-    order = _merit(values, which).argsort(descending=True)
-    return values[order], vectors[:, order]
-
-
-def _merit(values: Tensor, which: str) -> Tensor:
-    return values if which == "largest" else values.abs()
-
-
-def dense(op: SymmetricOperator | Tensor) -> Tensor:
-    """Return the whole matrix [d, d], made exactly symmetric, of an operator small enough for it."""
-    op = operator_of(op)
-    matrix = op @ torch.eye(op.size, dtype=op.dtype, device=op.device)
-    return torch.lerp(matrix, matrix.T, 0.5)
 
 
 def hessian_diagonal(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dirprune.basis import inner
-from dirprune.curvature import Eigenpairs, SymmetricOperator, dense
+from dirprune.lanczos import Eigenpairs
+from dirprune.operators import SymmetricOperator, dense
 from dirprune.weights import Weights, check_alike, check_named, flatten, unflatten
 
 Point = TypeVar("Point", Tensor, Weights)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from dirprune.curvature import HessianOperator, MatrixOperator, SymmetricOperator, dense
+from dirprune.curvature import HessianOperator
 from dirprune.direction import directional_prune, directional_score
+from dirprune.operators import MatrixOperator, SymmetricOperator, dense
 from dirprune.weights import put, take, unflatten
 
 # What counts as zero among the eigenvalues, relative to the greatest: these problems leave a wide gap around it.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dirprune.curvature import Eigenpairs, HessianOperator, SymmetricOperator, lanczos_steps
+from dirprune.curvature import HessianOperator
 from dirprune.lab import checkpoint
 from dirprune.lab.data import stratified_split
 from dirprune.lab.execution import Execution
@@ -23,7 +23,9 @@ from dirprune.lab.imagefolder import ImageFolderLoader
 from dirprune.lab.loader import Loader
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.resident import ResidentLoader
+from dirprune.lanczos import Eigenpairs, lanczos_steps
 from dirprune.modes import eval_mode
+from dirprune.operators import SymmetricOperator
 
 PRECISIONS = ("float32", "tf32", "bfloat16")
 COMPILED_FROM = 40
