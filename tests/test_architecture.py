@@ -15,12 +15,13 @@ LIBRARY = {
     "state": {"options"},
     "optim": {"options", "state", "update", "_fused"},
     "batchnorm": {"batches"},
-    "curvature": {"basis", "batches", "modes", "products", "weights"},
+    "lanczos": {"basis", "operators"},
+    "curvature": {"batches", "lanczos", "modes", "operators", "products", "weights"},
     "products": {"batches", "weights"},
-    "direction": {"basis", "curvature", "weights"},
+    "direction": {"basis", "lanczos", "operators", "weights"},
     "landscape": {"batches", "batchnorm", "graphs", "weights"},
-    "connect": {"batches", "batchnorm", "graphs", "landscape", "weights"},
-    "theory": {"curvature", "direction", "weights", "update"},
+    "connect": {"batches", "batchnorm", "graphs", "landscape", "modes", "weights"},
+    "theory": {"curvature", "direction", "operators", "weights"},
     "limit_law": {"theory"},
 }
 # The floors of the lab, upper first: a module imports from lower floors or from its own.

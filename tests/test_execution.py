@@ -16,12 +16,12 @@ from torch.nn.functional import cross_entropy, interpolate
 from torch.optim import SGD, Optimizer
 
 from dirprune import GRDA, sparsity
-from dirprune.graphs import record
+from dirprune.graphs import record, set_lr
 from dirprune.lab import data
 from dirprune.lab.execution import CapturedStep, Execution, PlainScoring, PlainStep, Tally, make_scoring, make_step
 from dirprune.lab.models import wide_resnet
 from dirprune.lab.schedules import Schedule
-from dirprune.lab.train import EpochRecord, evaluate, recalibrate_batchnorm, set_lr, train
+from dirprune.lab.train import EpochRecord, evaluate, recalibrate_batchnorm, train
 
 CPU = torch.device("cpu")
 

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dirprune.batches import Batch, Loss, examples_in, mean_loss, moved, pairs, refuse_iterator
 from dirprune.batchnorm import lacks_variance
-from dirprune.graphs import Captured
+from dirprune.graphs import Captured, precision, set_lr
 from dirprune.landscape import Evaluator, Loaders, Measurement, means, profile_points, tally
+from dirprune.modes import seeded
 from dirprune.weights import Weights, check_alike, check_fits, check_named, flatten, stateless, unflatten
 
 
@@ -146,10 +147,12 @@ def fit_curve(
     device = curve.bends[0].device
     for epoch in range(first_epoch, epochs + 1):
         began = time.perf_counter()
-        lr = _set_lr(optimizer, None if schedule is None else schedule(epoch))
+        lr = float(optimizer.param_groups[0]["lr"]) if schedule is None else schedule(epoch)
+        if schedule is not None:
+            set_lr(optimizer, lr)
         step.reset()
         totals = torch.zeros(3, dtype=torch.float64, device=device)
-        with _seeded(seed * 1_000_003 + epoch, device), torch.enable_grad():
+        with seeded(seed * 1_000_003 + epoch, device), torch.enable_grad():
             for inputs, targets in pairs(_minibatches(loaders.train, epoch), "loaders.train"):
                 if not examples_in(targets):  # whose mean loss is no number
                     continue
@@ -202,8 +205,7 @@ class _FitStep:
         weights = self._curve.point(t)
         # Leaves, so that what is compiled is the network's derivative alone; the curve's follows by `backward` below.
         leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-        lower = self._autocast is not None
-        with torch.autocast(self._device.type, dtype=self._autocast, enabled=lower, cache_enabled=False):
+        with precision(self._device, self._autocast):
             with _variance_asked_for():
                 outputs = forward({**leaves, **self._buffers}, inputs)
             loss = mean_loss(self._loss_fn, outputs, targets)
@@ -284,18 +286,6 @@ def _checked(
         name = type(optimizer).__name__
         raise ValueError(f"optimizer is {name}, whose step needs a closure; give one that does without, e.g. SGD, Adam")
     return optimizer
-
-
-def _set_lr(optimizer: torch.optim.Optimizer, lr: float | None) -> float:
-    """Set the learning rate, unless it is None, and return it."""
-    if lr is None:
-        return float(optimizer.param_groups[0]["lr"])
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)  # the same tensor: a graph reads it
-        else:
-            group["lr"] = lr
-    return lr
 
 
 @dataclass(frozen=True)
@@ -419,14 +409,3 @@ def _weights(vector: Tensor, like: Weights) -> Weights:
 
 def _nan_is_worst(value: float) -> float:
     return math.inf if math.isnan(value) else value
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Run the body on random numbers of its own; the caller's come back as they were."""
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
-        # Not torch.manual_seed, which seeds every device, also those whose state is not kept.
-        for generator in (torch.default_generator, *(torch.cuda.default_generators[d.index] for d in cuda)):
-            generator.manual_seed(seed)
-        yield

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from dirprune.batches import Batch, Loss, examples_in, mean_loss, moved, pairs
 from dirprune.batchnorm import batchnorms, estimate_statistics
-from dirprune.graphs import Captured
+from dirprune.graphs import Captured, precision
 from dirprune.weights import Weights, put
 
 Place = tuple[float, ...]
@@ -134,9 +134,7 @@ class Evaluator:
         return totals
 
     def _score(self, inputs: Any, targets: Any) -> Tensor:
-        # cache_enabled: a captured pass must cast the weights that it finds when it is replayed.
-        lower = self._autocast is not None
-        with torch.autocast(self._device.type, dtype=self._autocast, enabled=lower, cache_enabled=False):
+        with precision(self._device, self._autocast):
             outputs = self._forward(inputs)
             loss = mean_loss(self._loss_fn, outputs, targets)
         return tally(outputs, targets, loss)

@@ -1,10 +1,11 @@
-"""Train and eval modes, lent and given back."""
+"""What a caller lends and gets back as it was: modes and random numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 
@@ -28,3 +29,23 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Run the body on random numbers of its own, on the host and on the device; the caller's come back as they were.
+
+    >>> before = torch.get_rng_state()
+    >>> with seeded(0):
+    ...     first = torch.rand(())
+    >>> with seeded(0):
+    ...     assert torch.rand(()) == first
+    >>> torch.equal(torch.get_rng_state(), before)
+    True
+    """
+    cuda = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        # Not torch.manual_seed, which seeds every device, also those whose state is not kept.
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[d.index] for d in cuda)):
+            generator.manual_seed(seed)
+        yield

@@ -25,7 +25,7 @@ from dirprune.lab.recipes import Recipe, differing
 from dirprune.lab.reward import Reward
 from dirprune.lab.runs import Outcome, Run
 from dirprune.lab.train import Divergence, EpochRecord, train
-from dirprune.modes import eval_mode
+from dirprune.modes import eval_mode, seeded
 
 SAVE_SECONDS = 60.0
 """Without another wish, a checkpoint is written when the last one is this old."""
@@ -60,8 +60,7 @@ class Parts:
 def assemble(recipe: Recipe, *, device: torch.device, root: Path | None, process: Process | None = None) -> Parts:
     """Make the model, the optimizer and the loaders; the initial weights depend on the recipe's seed alone."""
     loaders = load_data(recipe, device=device, root=root, process=process)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(recipe.seed)  # torch.manual_seed would reseed the caller's GPUs too
+    with seeded(recipe.seed):
         model = models.build(recipe.model, loaders.classes)
     model = recipe.execution(device.type).place(model, device)
     return Parts(model, make_optimizer(recipe, model, device), loaders)

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dirprune.batchnorm import batchnorms, estimate_statistics
+from dirprune.graphs import set_lr
 from dirprune.lab.baselines.method import Method
 from dirprune.lab.execution import Execution, PlainScoring, Scoring, Tally, make_scoring, make_step
 from dirprune.lab.lean import lowered
 from dirprune.lab.loader import Batching, Loader
 from dirprune.lab.processes import Process
 from dirprune.lab.schedules import Schedule
-from dirprune.modes import eval_mode
+from dirprune.modes import eval_mode, seeded
 
 CHECK_EVERY = 200
 """Steps between looks at the loss for divergence: each one waits for the device."""
@@ -114,9 +115,8 @@ def train(
         method.attach(model, optimizer, steps=epochs * len(train_set), examples=train_set.examples)
     method.check_attached(model)
     model.train()
-    alone = (
-        parallel is model and method.trains_with == "grda"
-    )  # DDP, masks and reparametrisations use the weights too, as float32
+    # DDP, masks and reparametrisations use the weights too, as float32.
+    alone = parallel is model and method.trains_with == "grda"
     weights = lowered(model, optimizer, execution) if alone else nullcontext()
     with weights:
         step = make_step(model, parallel, optimizer, tally, execution, example, sizes, method.penalty)
@@ -125,8 +125,7 @@ def train(
     for epoch in range(done + 1, epochs + 1):
         start = time.perf_counter()
         with weights:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                _seed(device, _epoch_seed(seed, epoch, process.rank))
+            with seeded(_epoch_seed(seed, epoch, process.rank), device):
                 model.train()
                 tally.reset()
                 for i, (inputs, targets) in enumerate(train_set.epoch(epoch)):
@@ -189,16 +188,6 @@ def recalibrate_batchnorm(model: nn.Module, loader: Loader, *, execution: Execut
             estimate_statistics(norms, loader, PlainScoring(model, execution or Execution()))
 
 
-def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of every group; one that lives in a tensor keeps its tensor, which a graph may read."""
-    for group in optimizer.param_groups:
-        current = group["lr"]
-        if isinstance(current, Tensor):
-            current.fill_(lr)
-        else:
-            group["lr"] = lr
-
-
 @torch.no_grad()
 def norm_ratio(weights: nn.Module | Iterable[Tensor]) -> float:
     """Return ‖w‖₂/‖w‖₁ over all parameters: d^-½ where all are equally large, 1 where all but one are zero."""
@@ -219,14 +208,6 @@ def batch_sizes(loader: Loader) -> list[int]:
 def _epoch_seed(seed: int, epoch: int, rank: int) -> int:
     digest = hashlib.sha256(f"step/{seed}/{epoch}/{rank}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _seed(device: torch.device, seed: int) -> None:
-    """Seed the two sources a step draws from; torch.manual_seed would reseed every other device too."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
 
 
 def _check(tally: Tally, epoch: int, steps: int, process: Process) -> None:

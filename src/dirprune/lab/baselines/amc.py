@@ -34,6 +34,7 @@ from dirprune.lab.baselines.ddpg import Agent
 from dirprune.lab.baselines.magnitude import layer_masks
 from dirprune.lab.baselines.masks import Masked
 from dirprune.lab.baselines.method import Weight, check_fraction, check_sparsity, prunable
+from dirprune.modes import seeded
 
 NOISE = 0.5
 NOISE_DECAY = 0.95
@@ -118,8 +119,7 @@ def search(
     zeros = zeros or [0] * len(sizes)
     best: list[float] = []
     best_reward = -float("inf")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with seeded(seed):
         agent = Agent(features=features.shape[1] + 3)
         for number in range(warmup + episodes):
             noise = NOISE * NOISE_DECAY ** max(0, number - warmup) if number < warmup + episodes - 1 else 0.0
