@@ -230,6 +230,47 @@ def test_the_default_sweep_of_variational_dropout_leaves_room_for_weight_decay(
     assert (values[0], values[-1]) == betas
 
 
+def ended(trial: trials.Trial, sparsity: float, **changes: Any) -> comparison.Ended:
+    known = {"overall_sparsity": sparsity, "test_accuracy": 90.0, "test_loss": 0.1, "seconds": 1.0, "epochs": 2}
+    known |= {"peak_memory_mib": 1.0, "diverged": "", "commit": "", "device": "", "recipe": "", **changes}
+    knob, value = trial.contestant.knob or "", trial.value or math.nan
+    row = comparison.Row(trial.name, trial.contestant.name, knob, value, trial.recipe.seed, sparsity, **known)
+    return comparison.Ended(row, ())
+
+
+@pytest.mark.parametrize(
+    ("reached", "value"),
+    [
+        ({0.1: 0.5, 0.2: 0.85}, 0.4),  # nothing at 90%
+        ({0.1: 0.5, 0.2: 0.7, 0.4: 0.85, 0.8: 0.92}, None),
+        ({0.1: 0.85, 0.2: 0.92}, 0.05),  # the least sparse says what it has at least, which is not all
+        ({0.1: 0.5, 0.4: 0.99}, 0.2),  # too far apart
+        ({0.1: 0.5, 0.2: 0.9, 0.21: 0.8}, None),
+        ({0.1: math.nan}, None),  # nothing but what diverged
+        ({0.1: 0.5, 0.2: math.nan}, None),  # it would be the one that diverged
+        ({0.1 * (i + 1): 0.1 * i for i in range(8)}, None),  # enough
+    ],
+)
+def test_a_sweep_is_widened_until_it_encloses_the_sparsities(reached: dict[float, float], value: float | None) -> None:
+    for seeds in (1, 2):
+        planned = trials_of(methods=("sgd", "rigl", "grda"), sweeps={"grda": list(reached)}, seeds=seeds)
+        found = [
+            ended(trial, sparsity, diverged="" if sparsity == sparsity else "nan")
+            for trial in planned
+            for sparsity in [reached[trial.value] if trial.contestant.name == "grda" else 0.0]
+        ]
+        elsewhere = trials_of(methods=("grda",), sweeps={"grda": [0.3]})  # as of another command: it decides nothing
+        found += [ended(trial, 0.9) for trial in elsewhere]
+        assert compare.wider(planned, found, (0.8, 0.9)) == ({} if value is None else {"grda": [*reached, value]})
+
+
+def test_every_seed_has_to_enclose_a_sparsity() -> None:
+    planned = trials_of(methods=("grda",), sweeps={"grda": [0.1, 0.2]}, seeds=2)
+    reached = dict(zip([trial.name for trial in planned], [0.6, 0.81, 0.6, 0.79], strict=True))
+    found = [ended(trial, reached[trial.name]) for trial in planned]
+    assert compare.wider(planned, found, (0.8,)) == {"grda": [0.1, 0.2, 0.141]}
+
+
 # ---- how they are ranked
 
 
@@ -251,12 +292,21 @@ def test_between_two_runs_accuracy_is_linear_in_the_logarithm_of_what_is_left() 
         assert (reading.sparsity, reading.is_there) == (sparsity, True)
 
 
-@pytest.mark.parametrize(("sparsity", "nearest"), [(0.7, 0.8), (0.985, 0.98)])
+@pytest.mark.parametrize(("sparsity", "nearest"), [(0.5, 0.8), (0.985, 0.98)])
 def test_beyond_the_runs_nothing_is_said_but_what_the_nearest_one_gave(sparsity: float, nearest: float) -> None:
     reading = read_at(points("grda", s80=95.0, s90=94.0, s98=90.0), sparsity)
     assert (reading.sparsity, reading.is_there) == (nearest, False)
     assert reading.accuracy == {0.8: 95.0, 0.98: 90.0}[nearest]
     assert "nearest run" in reading.source
+
+
+def test_a_sparser_run_says_what_its_method_has_at_least() -> None:
+    """A method is not left out for being better: who has 94.5 with fewer weights left comes before 94.4."""
+    sparser, other = rank([*points("swept", s92=94.5, s98=93.0), *points("preset", s90=94.4)], [0.9])
+    assert (sparser.rank, sparser.method, sparser.sparsity, sparser.accuracy.mean) == (1, "swept", 0.92, 94.5)
+    assert sparser.source == "at least: s92 (92.0%)"
+    assert other.rank == 2
+    assert not read_at(points("swept", s98=93.0), 0.95).is_there  # with less than half as many weights left
 
 
 def test_the_runs_of_the_first_seed_are_named() -> None:
@@ -266,7 +316,7 @@ def test_the_runs_of_the_first_seed_are_named() -> None:
 
 def test_of_several_seeds_the_nearest_runs_are_told_by_their_mean() -> None:
     known = [Point("grda", "c=1", 0, 0.568, 95.0), Point("grda", "c=1", 1, 0.564, 96.0)]
-    [standing] = rank(known, [0.5])
+    [standing] = rank(known, [0.1])
     assert standing.sparsity == pytest.approx(0.566)
     assert standing.source == "nearest runs, 56.6% on average"
 
@@ -281,7 +331,7 @@ def test_a_network_that_lost_everything_does_not_rank_its_method_where_it_was_no
 
 @pytest.mark.parametrize(("sparsity", "is_there"), [(0.9, True), (0.9985, False)])
 def test_how_near_is_near_enough_depends_on_what_is_left(sparsity: float, is_there: bool) -> None:
-    reading = read_at([Point("m", "", 0, sparsity + 0.0005, 90.0)], sparsity)
+    reading = read_at([Point("m", "", 0, sparsity - 0.0005, 90.0)], sparsity)
     assert reading.is_there == is_there
 
 
@@ -542,6 +592,22 @@ def test_the_command_trains_tells_and_goes_on(tmp_path: Path) -> None:
     assert objects(call(*words)) == rows
     again = call("compare", "--no-train", "--sparsity", "0.5,0.8", "--out", tmp_path / "out")
     assert objects(again) == ranked
+
+
+def test_the_command_widens_the_sweeps_that_nobody_gave(tmp_path: Path) -> None:
+    words = command("--methods", "grda,rda", "--sweep", "rda:lam=1e-9", "--sparsity", 0.8, "--out", tmp_path / "out")
+    result = call(*words)
+    rows = objects(result)
+    values = {
+        name: [row["value"] for row in rows if "run" in row and row["method"] == name] for name in ("grda", "rda")
+    }
+    assert values["rda"] == [1e-9]
+    assert len(values["grda"]) > len(trials.FACTORS)
+    assert [row["rank"] for row in rows if "rank" in row] == [1, 0]
+    assert f"Not every sparsity lies between two runs of grda; trying c={values['grda'][4]:g}." in result.stderr
+    assert objects(call(*words)) == rows
+    more = objects(call(*words, "--seeds", 2))
+    assert {row["value"] for row in more if row.get("seed") == 1} >= {*values["grda"], 1e-9}
 
 
 def test_ctrl_c_saves_the_running_trial_and_the_same_command_goes_on(

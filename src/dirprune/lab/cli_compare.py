@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,44 +72,69 @@ def compare(
                 raise ValueError("RECIPE is missing; take one of `dirprune recipes`, or give --no-train or --published")
             names = trials.DEFAULT if methods is None else methods.replace(",", " ").split()
             changes = {"epochs": epochs, "lr": lr, "model": model}
-            planned = _plan(recipe, changes, data, names, asked, seeds, sweep or [])
-            _train(planned, out, device, data, interruption)
+            given = trials.read_sweeps(sweep or [])
+            plan = _plan(recipe, changes, data, methods=names, sparsities=asked, seeds=seeds)
+            _train(plan, given, asked, out, device, data, interruption)
         _conclude(out, asked)
 
 
-def _plan(
-    recipe: str,
-    changes: dict[str, Any],
-    root: Path | None,
-    methods: Sequence[str],
-    sparsities: Sequence[float],
-    seeds: int,
-    sweeps: Sequence[str],
-) -> list[Trial]:
-    """Return the trials; the data are looked at for their number, which default sweeps depend on."""
+Sweeps = dict[str, list[float]]
+
+
+def _plan(recipe: str, changes: dict[str, Any], root: Path | None, **options: Any) -> Callable[[Sweeps], list[Trial]]:
+    """Return what plans the trials by sweeps; the data are looked at for their number, which default ones depend on."""
     import torch
 
     from dirprune.lab import recipes, trials
     from dirprune.lab.experiment import load_data
 
     chosen = recipes.changed(recipes.get(recipe), **changes)
-    given = trials.read_sweeps(sweeps)
     batches = len(load_data(chosen, device=torch.device("cpu"), root=root).train)
-    return trials.plan(chosen, methods=methods, sparsities=sparsities, seeds=seeds, sweeps=given, batches=batches)
+    return lambda sweeps: trials.plan(chosen, sweeps=sweeps, batches=batches, **options)
 
 
-def _train(trials: Sequence[Trial], out: Path, device: str, root: Path | None, interruption: Interruption) -> None:
-    """Train before the user's eyes, to the end, to Ctrl-C or to the end of the time."""
-    from dirprune.lab.compare import Progress, compare
+def _train(
+    plan: Callable[[Sweeps], list[Trial]],
+    given: Sweeps,
+    sparsities: Sequence[float],
+    out: Path,
+    device: str,
+    root: Path | None,
+    interruption: Interruption,
+) -> None:
+    """Train before the user's eyes, to the end, to Ctrl-C or to the end of the time.
+
+    Sweeps that were not given are widened, a value at a time, until their runs enclose the sparsities.
+    """
+    from dirprune.lab import comparison
+    from dirprune.lab.compare import Progress, compare, wider
     from dirprune.lab.follow import device_of, follow_series
 
+    told: set[str] = set()
+
     def ended(step: Progress) -> None:
-        if step.row is not None and not is_terminal():
+        if step.row is not None and step.row.run not in told and not is_terminal():
+            told.add(step.row.run)
             emit(asdict(step.row))
 
-    steps = compare(trials, out, device=device_of(device), root=root, stopping=interruption)
-    titles = [" ".join(filter(None, [t.contestant.name, t.setting, f"seed {t.recipe.seed}"])) for t in trials]
-    follow_series(steps, titles, [trial.recipe.epochs for trial in trials], interruption, ended=ended)
+    sweeps = given
+    while True:
+        trials = plan(sweeps)
+        steps = compare(trials, out, device=device_of(device), root=root, stopping=interruption)
+        titles = [" ".join(filter(None, [t.contestant.name, t.setting, f"seed {t.recipe.seed}"])) for t in trials]
+        follow_series(steps, titles, [trial.recipe.epochs for trial in trials], interruption, ended=ended)
+        ours = [trial for trial in trials if trial.contestant.name not in given]
+        more = {} if interruption() else wider(ours, comparison.read(out), sparsities)
+        if not more:
+            return
+        say(f"Not every sparsity lies between two runs of {', '.join(more)}; trying {_latest(more)}.")
+        sweeps = {**sweeps, **more}
+
+
+def _latest(sweeps: Sweeps) -> str:
+    from dirprune.lab.trials import contestant, setting
+
+    return ", ".join(setting(contestant(name).knob, values[-1]) for name, values in sweeps.items())
 
 
 def _conclude(out: Path, sparsities: Sequence[float]) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 
 from dirprune.lab import runs
-from dirprune.lab.comparison import CHOICES, Row, noted, shared
+from dirprune.lab.comparison import CHOICES, Ended, Row, noted, shared
+from dirprune.lab.ranking import read_at
 from dirprune.lab.recipes import Recipe, differing
+from dirprune.lab.report import Spread
 from dirprune.lab.series import Planned, series
 from dirprune.lab.trials import Trial
 
@@ -65,6 +67,48 @@ def compare(
         outcome = step.run.outcome() if step.ended else None
         row = Row.of(step.run, outcome) if outcome else None
         yield Progress(numbers[step.number - 1], step.epoch, step.note, row)
+
+
+MOST_VALUES = 8
+"""Of a knob, to which a sweep is widened: beyond that, more of the same is hardly what it lacks."""
+
+
+def wider(trials: Sequence[Trial], found: Sequence[Ended], sparsities: Sequence[float]) -> dict[str, list[float]]:
+    """Return, by method, the values of its knob and one more to try, where its runs leave a sparsity unenclosed.
+
+    It is twice the strongest value or half the weakest, and half-way, as a factor, between two that are too far apart
+    to read anything off. Methods with a preset sparsity, and those whose runs enclose all sparsities, are left out.
+    Only these trials count, so that the same values come up again whatever else a folder holds.
+    """
+    more = {}
+    names = {trial.name for trial in trials}
+    for each in dict.fromkeys(trial.contestant for trial in trials if trial.contestant.is_swept):
+        values = sorted({trial.value for trial in trials if trial.contestant == each and trial.value is not None})
+        rows = [one.row for one in found if one.row.method == each.name and one.row.run in names]
+        value = _missing([row for row in rows if not row.diverged], sparsities)
+        if value is not None and value not in values and len(values) < MOST_VALUES:
+            more[each.name] = [*values, value]
+    return more
+
+
+def _missing(rows: Sequence[Row], sparsities: Sequence[float]) -> float | None:
+    """Return the value that a method's runs lack to enclose the first sparsity that they do not; None without runs."""
+    by_seed = {row.seed: [other.point for other in rows if other.seed == row.seed] for row in rows}
+    reached = {row.value: Spread.of([other.sparsity for other in rows if other.value == row.value]) for row in rows}
+    for sparsity in sparsities if rows else ():
+        readings = [read_at(points, sparsity) for points in by_seed.values()]
+        if all(reading.is_there and not reading.at_least for reading in readings):
+            continue
+        weaker = [value for value, spread in reached.items() if spread.mean < sparsity]
+        stronger = [value for value in reached if value not in weaker]
+        if weaker and stronger:
+            return _rounded((max(weaker) * min(stronger)) ** 0.5)
+        return _rounded(2 * max(weaker) if weaker else min(stronger) / 2)
+    return None
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 def _check_alike(out: Path, elsewhere: Sequence[Row], recipe: Recipe) -> None:

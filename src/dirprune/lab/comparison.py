@@ -68,6 +68,10 @@ class Row:
     def title(self) -> str:
         return known_as(self.method).title
 
+    @property
+    def point(self) -> Point:
+        return Point(self.method, self.setting, self.seed, self.sparsity, self.test_accuracy)
+
     @staticmethod
     def of(run: Run, outcome: Outcome) -> Row:
         """Read the row of a run that ended so."""
@@ -224,12 +228,7 @@ def ranking(found: Iterable[Ended], sparsities: Iterable[float]) -> list[RankRow
     if dense:
         accuracy = Spread.of([row.test_accuracy for row in dense])
         rows.append(RankRow(0.0, 0, "sgd", 0.0, *_both(accuracy), len(dense), "dense", *_costs(dense)))
-    points = [
-        Point(each.row.method, each.row.setting, each.row.seed, each.row.sparsity, each.row.test_accuracy)
-        for each in whole
-        if not each.row.is_dense
-    ]
-    for place in rank(points, sparsities):
+    for place in rank([each.row.point for each in whole if not each.row.is_dense], sparsities):
         costs = _costs([each.row for each in whole if each.row.method == place.method])
         numbers = (place.sparsity, *_both(place.accuracy), place.seeds, place.source, *costs)
         rows.append(RankRow(place.asked, place.rank, place.method, *numbers))
@@ -271,11 +270,17 @@ def notes(found: Sequence[Ended]) -> list[str]:
     epochs = max(each.row.epochs for each in found)
     costs = {each.row.method: known_as(each.row.method).cost for each in found}
     return [
-        f"Every run had {epochs} epochs of the same minibatches, from the same weights for the same seed. Beside them:",
+        f"Every run had {epochs} epochs of the same minibatches, from the same weights for the same seed (RigL's are "
+        "divided by √density). Beside them:",
         *(f"  {name}: {cost}" for name, cost in costs.items()),
         *(
             ["Memory is measured on a GPU alone: what a process takes of a computer's says little about one run of it."]
             if all(math.isnan(each.row.peak_memory_mib) for each in found)
+            else []
+        ),
+        *(
+            ["There is one seed: a few tenths of a point may be chance; --seeds 3 shows how much is."]
+            if len({each.row.seed for each in found}) == 1
             else []
         ),
         *(f"{each.row.run} diverged: {each.row.diverged}" for each in found if each.row.diverged),
@@ -287,8 +292,9 @@ def _both(spread: Spread) -> tuple[float, float]:
 
 
 def _costs(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the mean time and memory of runs."""
-    return Spread.of([row.seconds for row in rows]).mean, Spread.of([row.peak_memory_mib for row in rows]).mean
+    """Return the mean time of runs, and the mean memory of those of which it is known."""
+    known = [row.peak_memory_mib for row in rows if not math.isnan(row.peak_memory_mib)]
+    return Spread.of([row.seconds for row in rows]).mean, Spread.of(known).mean if known else math.nan
 
 
 def _number(value: float | None) -> float:

@@ -1,12 +1,14 @@
 """Methods ranked at equal sparsity.
 
 A method that was not run at a sparsity s is compared there by its two nearest runs around it, linearly in log(1 − s):
-halving what is left is one step, wherever it happens. Nothing is said beyond a method's runs, nor between runs that are
-far apart, one of which may have lost everything: there the nearest one is shown, unranked.
+halving what is left is one step, wherever it happens. If all its runs are sparser, the least sparse says what it has at
+least, unless it is sparser by far. Otherwise nothing is said beyond a method's runs, nor between runs that are far
+apart, one of which may have lost everything: there the nearest one is shown, unranked.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +17,9 @@ from dirprune.lab.tradeoff import APART, distance
 
 EXACT = 0.02
 """A run at this `distance` from a sparsity is at it: 0.2 points at 90%, 0.04 at 98%."""
+
+SPARSER = math.log(2)
+"""How much sparser a run may be to say what its method has at least: with half as many weights left."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +35,24 @@ class Point:
 
 @dataclass(frozen=True)
 class Reading:
-    """A method's accuracy at a sparsity, by one seed's runs; not ``is_there`` if it is just that of the nearest."""
+    """A method's accuracy at a sparsity, by the runs of one seed.
+
+    ``is_there`` unless only the nearest run is told; ``at_least`` if that is a sparser one, at its own sparsity.
+    """
 
     sparsity: float
     accuracy: float
     source: str
     is_there: bool
+    at_least: bool = False
 
 
 @dataclass(frozen=True)
 class Standing:
     """A method at an asked sparsity, over its seeds; rank 0 is that of a method without runs around it.
 
-    ``sparsity`` is where the accuracy was read: the asked one, or that of the nearest runs; ``source`` names the runs
-    of the first seed.
+    ``sparsity`` is where the accuracy was read: the asked one, or that of sparser or of the nearest runs; ``source``
+    names the runs of the first seed.
     """
 
     asked: float
@@ -70,6 +79,8 @@ def read_at(points: Sequence[Point], sparsity: float) -> Reading:
         return Reading(sparsity, nearest.accuracy, nearest.setting, is_there=True)
     below = max((p for p in points if p.sparsity < sparsity), key=lambda p: p.sparsity, default=None)
     above = min((p for p in points if p.sparsity > sparsity), key=lambda p: p.sparsity, default=None)
+    if below is None and distance(nearest.sparsity, sparsity) <= SPARSER:
+        return Reading(nearest.sparsity, nearest.accuracy, f"at least: {_name(nearest)}", is_there=True, at_least=True)
     if below is None or above is None or distance(below.sparsity, above.sparsity) > APART:
         return Reading(nearest.sparsity, nearest.accuracy, f"nearest run: {_name(nearest)}", is_there=False)
     way = distance(below.sparsity, sparsity) / distance(below.sparsity, above.sparsity)

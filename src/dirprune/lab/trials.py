@@ -49,6 +49,11 @@ class Contestant:
     def is_preset(self) -> bool:
         return self.knob == "sparsity"
 
+    @property
+    def is_swept(self) -> bool:
+        """Whether it is run at several values of a knob that decides the sparsity without being it."""
+        return self.knob is not None and not self.is_preset
+
     def enter(self, recipe: Recipe, value: float | None) -> Recipe:
         """Return the recipe with this method, its knob at ``value``."""
         optimizer = baselines.get(self.method).trains_with
