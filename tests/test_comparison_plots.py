@@ -153,6 +153,33 @@ def test_layers_stand_in_network_order_with_the_marks_of_their_kinds() -> None:
     assert layerwise(bars("gRDA", base=0.3)).axes[0].get_ylim() == (0, 100)
 
 
+def test_layers_that_are_nearly_empty_stand_apart() -> None:
+    """97, 99 and 99.9% at equal distances; what is quite empty lies on the edge, which is not infinitely far."""
+    given = [LayerBar("gRDA", str(i), "linear", s) for i, s in enumerate((0.2, 0.9, 0.99, 0.999, 0.9999, 1.0))]
+    [axes] = layerwise(given).axes
+    assert axes.get_ylim() == pytest.approx((0, 99.9))
+    assert axes.get_yticks().tolist() == pytest.approx([0, 90, 99, 99.9])
+    _, y = values(lines(axes)["_gRDA"])
+    assert y == pytest.approx([20, 90, 99, 99.9, 99.9, 99.9])
+    heights = axes.transData.transform([(0, value) for value in (0.0, 90.0, 99.0, 99.9)])[:, 1]
+    assert np.diff(heights) == pytest.approx([heights[1] - heights[0]] * 3)
+
+
+def test_error_bars_at_one_sparsity_stand_side_by_side() -> None:
+    """In the order of the curves and around the sparsity; what has no bar, or no neighbour, stays where it is."""
+    names = ("magnitude", "rigl", "amc")
+    curves = [Curve(name, [0.9, 0.95], [93.0, 92.0], spread=[0.5, math.nan]) for name in names]
+    [axes] = tradeoff([*curves, Curve("gRDA", [0.8], [93.0], spread=[0.5])]).axes
+    drawn = {label: values(line)[0] for label, line in lines(axes).items()}
+    left, middle, right = (drawn[name][0] for name in names)
+    assert left < middle < right
+    assert middle == pytest.approx(90)
+    assert (100 - left) * (100 - right) == pytest.approx(100)
+    assert right - left < 1
+    assert [drawn[name][1] for name in names] == pytest.approx([95] * 3)
+    assert drawn["gRDA"] == pytest.approx([80])
+
+
 def test_the_label_of_all_strips_belongs_to_none_of_them() -> None:
     figure = layerwise(bars("gRDA", "rigl"))
     assert figure.get_supylabel() == "sparsity (%)"

@@ -6,6 +6,7 @@ A method has the same colour in every figure; settings of one method differ in t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -37,6 +38,7 @@ _OTHER_KINDS = "v<>Xp*hd"
 _TICKS = (0, 50, 70, 80, 90, 95, 98, 99, 99.5, 99.8, 99.9, 99.95, 99.98, 99.99)
 OF_WEIGHTS = "sparsity of the weights"
 _FAR = 20.0  # points of accuracy between the best and the worst that hide what distinguishes the good ones
+_SIDE = 0.03  # between error bars side by side, in log(1 − sparsity)
 _NEAR = 10.0  # points below the best that the closer panel shows
 
 
@@ -46,7 +48,8 @@ def tradeoff(curves: Sequence[Curve], *, title: str = "", counted: str = OF_WEIG
 
     The axis of sparsity is logarithmic in what is left, 1 − sparsity, so that 90, 95 and 98 % stand apart. A dense
     network is a horizontal line. Where accuracies lie far apart, a second panel shows the best of them closely. Points
-    too far `APART` to say anything of what lies between them are not joined.
+    too far `APART` to say anything of what lies between them are not joined. Error bars that would cover each other
+    stand side by side.
 
     Args:
         curves: at least one, with different labels; earlier ones lie on top.
@@ -64,6 +67,7 @@ def tradeoff(curves: Sequence[Curve], *, title: str = "", counted: str = OF_WEIG
     floors = [worst, best - _NEAR] if best - worst > _FAR else [worst]
     figure, every = plots.panels(len(floors), size=(3.4, 3.2) if len(floors) > 1 else (4.6, 3.4))
     variants = _variants(curve.label for curve in curves)
+    curves = _side_by_side(curves)
     for axes, floor in zip(every, floors, strict=True):
         for rank, curve in enumerate(curves):
             _draw_curve(axes, curve, variants[rank], zorder=3 - rank / len(curves))
@@ -80,7 +84,8 @@ def tradeoff(curves: Sequence[Curve], *, title: str = "", counted: str = OF_WEIG
 def layerwise(layers: Sequence[LayerBar], *, title: str = "") -> Figure:
     """Draw the sparsity of every layer in network order, a strip a method (Figure 4, right).
 
-    The shape of a marker tells the kind of its layer. Pale lines behind are the other methods.
+    The shape of a marker tells the kind of its layer. Pale lines behind are the other methods. Where layers are nearly
+    empty the axis is logarithmic in what is left, so that 97 and 99.9 % stand apart; what is emptier lies on its top.
 
     Args:
         layers: in network order; the same ones for every method.
@@ -91,12 +96,12 @@ def layerwise(layers: Sequence[LayerBar], *, title: str = "") -> Figure:
         by_method.setdefault(bar.method, []).append(bar)
     names = _shared_names(by_method)
     figure, every = plots.panels(len(by_method), columns=1, size=(2 * plots.PANEL[0], 0.85 + 1.5 / len(by_method)))
-    floor = 50 if min(bar.sparsity for bar in layers) >= 0.5 else 0
     for axes, (label, bars) in zip(every, by_method.items(), strict=True):
         for other in by_method.values():
             axes.plot(_percent(bar.sparsity for bar in other), color=PALE, linewidth=0.5, zorder=1)
         _draw_strip(axes, label, bars, _markers(layers))
-        axes.set(xlim=(-0.7, len(names) - 0.3), ylim=(floor, 100), yticks=[floor, (floor + 100) // 2, 100])
+        axes.set_xlim(-0.7, len(names) - 0.3)
+        _scale_strip(axes, _percent(bar.sparsity for bar in layers))
         axes.set_xticks(range(len(names)), [])
         axes.tick_params(axis="x", length=0)
     every[-1].set_xticks(range(len(names)), names, rotation=90, fontsize=6 if len(names) < 60 else 4)
@@ -132,6 +137,22 @@ def method_of(label: str) -> str | None:
     """
     plain = label.lower().replace("-", " ")
     return next((name for name in _METHODS if plain.startswith(name)), None)
+
+
+def _side_by_side(curves: Sequence[Curve]) -> list[Curve]:
+    """Return the curves with those points moved a little, by what is left, whose error bars share a sparsity."""
+    places: dict[int, list[int]] = {}
+    for i, curve in enumerate(curves):
+        for sparsity, spread in zip(curve.sparsity, _spread(curve), strict=True):
+            if spread > 0 and not curve.is_dense:
+                places.setdefault(round(distance(0.0, sparsity) / _SIDE), []).append(i)
+
+    def moved(i: int, sparsity: float) -> float:
+        sharing = places.get(round(distance(0.0, sparsity) / _SIDE), [])
+        place = sharing.index(i) - (len(sharing) - 1) / 2 if i in sharing else 0.0
+        return float(1 - (1 - sparsity) * np.exp(-_SIDE * place))
+
+    return [replace(curve, sparsity=[moved(i, s) for s in curve.sparsity]) for i, curve in enumerate(curves)]
 
 
 def _style(label: str) -> tuple[str, str]:
@@ -217,6 +238,23 @@ def _scale_sparsity(axes: Axes, low: float, high: float) -> None:
     axes.set_xlim(left, right)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _scale_strip(axes: Axes, values: Array) -> None:
+    """Make y logarithmic in what is left, from 0 or 50% on, where a layer is emptier than 97%; else linear."""
+    floor = 50 if min(values) >= 50 else 0
+    emptiest = max(values[values < 100], default=0.0)
+    if emptiest <= 97:
+        axes.set(ylim=(floor, 100), yticks=[floor, (floor + 100) // 2, 100])
+        return
+    top = 99.9 if emptiest > 99 else 99.0
+    ticks = [tick for tick in (floor, 90.0, 99.0, 99.9) if tick <= top]
+    axes.set_yscale("function", functions=(_from_percent, _to_percent))
+    axes.set_ylim(floor, top)
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.yaxis.set_minor_locator(NullLocator())
+    for line in axes.lines:
+        line.set_ydata(np.minimum(np.asarray(line.get_ydata(), dtype=np.float64), top))
 
 
 def _spread(curve: Curve) -> Array:
