@@ -851,3 +851,24 @@ def test_what_is_no_weights_is_refused_by_every_curve_and_plane() -> None:
         Plane(model, model, model)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ReLU without parameters"):
         Evaluator(nn.ReLU(), loaders_of([(torch.zeros(2, 3), torch.zeros(2))]))
+
+
+def test_a_loader_in_place_of_both_is_refused_with_what_to_give() -> None:
+    model, data = nn.Linear(3, 2), [(torch.randn(6, 3), torch.randint(2, (6,)))]
+    curve = BezierCurve(take(model), take(nn.Linear(3, 2)))
+    with pytest.raises(
+        ValueError, match=r"list without train and test; give e\.g\. types\.SimpleNamespace\(train=…, test"
+    ):
+        curve_profile(model, curve, data, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"list without train; give e\.g\. types\.SimpleNamespace\(train=…\)"):
+        next(fit_curve(model, curve, data))  # type: ignore[arg-type]
+
+
+def test_a_fit_leaves_the_inference_mode_of_its_caller() -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    loaders = loaders_of([(torch.randn(6, 3), torch.randint(2, (6,)))])
+    curves = [BezierCurve(take(model), take(other)) for _ in range(2)]
+    with torch.inference_mode():
+        inside = [record.loss for record in fit_curve(model, curves[0], loaders, epochs=2)]
+        assert torch.is_inference_mode_enabled()
+    assert inside == [record.loss for record in fit_curve(model, curves[1], loaders, epochs=2)]

@@ -763,17 +763,21 @@ class Normalized(nn.Linear):
     """Is no normalisation layer."""
 
 
+class LinearNorm(nn.Linear):
+    """Multiplies, and normalises besides."""
+
+
 def test_prunable_groups_knows_biases_and_norms_by_any_name() -> None:
     model = nn.ModuleDict()
     model["rnn"], model["attention"] = nn.LSTM(2, 3, bidirectional=True), nn.MultiheadAttention(4, 2, add_bias_kv=True)
     model["gated"], model["linear"] = RMSNormGated(), Normalized(4, 4)
     model["outer"], model["shape"] = nn.Module(), nn.LayerNorm((3, 4))
-    model["inner"] = nn.LayerNorm(4)
+    model["inner"], model["called"] = nn.LayerNorm(4), LinearNorm(4, 4)
     model["outer"].gain = model["inner"].weight
     pruned = {name for group in prunable_groups(model, 0.1) if group["c"] for name, _ in group["params"]}
     matrices = {f"rnn.weight_{part}_l0{way}" for part in ("ih", "hh") for way in ("", "_reverse")}
     attention = {"attention.in_proj_weight", "attention.out_proj.weight"}
-    assert pruned == matrices | attention | {"gated.gate", "linear.weight"}
+    assert pruned == matrices | attention | {"gated.gate", "linear.weight", "called.weight"}
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from dirprune import SparsityReport, sparsity
 from dirprune.lab.models import resnet18
@@ -180,3 +181,27 @@ def test_channels_of_a_grouped_convolution(transposed: bool) -> None:
 
 def test_the_table_can_be_printed_by_any_terminal() -> None:
     str(sparsity(nn.Conv2d(3, 2, 1))).encode("cp1252")
+
+
+def test_what_torch_prunes_counts_as_zero() -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+    prune.l1_unstructured(model[0], "weight", amount=6)
+    report = sparsity(model)
+    assert {layer.name: layer.zeros for layer in report.layers} == {
+        "0.bias": 0,
+        "0.weight": 6,
+        "1.weight": 0,
+        "1.bias": 0,
+    }
+    prune.remove(model[0], "weight")
+    assert sparsity(model).zeros == report.zeros
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_tensors_that_are_stored_sparsely_are_counted_as_what_they_are() -> None:
+    weight = torch.tensor([[1.0, 0, 0], [0, 0, 0]])
+    report = sparsity({"coo": weight.to_sparse(), "csr": weight.to_sparse_csr()})
+    assert [(layer.zeros, layer.zero_output_channels, layer.zero_input_channels) for layer in report.layers] == [
+        (5, 1, 2),
+        (5, 1, 2),
+    ]

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dirprune.batches import Batch, Loss, examples_in, mean_loss, moved, pairs, refuse_iterator
 from dirprune.batchnorm import lacks_variance
 from dirprune.graphs import Captured, precision, set_lr
-from dirprune.landscape import Evaluator, Loaders, Measurement, means, profile_points, tally
+from dirprune.landscape import Evaluator, Loaders, Measurement, check_loaders, means, profile_points, tally
 from dirprune.modes import seeded
 from dirprune.weights import Weights, check_alike, check_fits, check_named, flatten, stateless, unflatten
 
@@ -141,9 +141,11 @@ def fit_curve(
     if epochs < 1:
         raise ValueError(f"epochs is {epochs}; a fit needs at least one")
     optimizer = _checked(model, curve, optimizer, capture)
+    check_loaders(loaders, "train")
     refuse_iterator(loaders.train, "loaders.train")
     kind = _CapturedFitStep if capture else _FitStep
-    step = kind(model, curve, optimizer, loss_fn, autocast, channels_last, compiled)
+    with torch.inference_mode(False):  # a caller's own
+        step = kind(model, curve, optimizer, loss_fn, autocast, channels_last, compiled)
     device = curve.bends[0].device
     for epoch in range(first_epoch, epochs + 1):
         began = time.perf_counter()
@@ -151,8 +153,8 @@ def fit_curve(
         if schedule is not None:
             set_lr(optimizer, lr)
         step.reset()
-        totals = torch.zeros(3, dtype=torch.float64, device=device)
-        with seeded(seed * 1_000_003 + epoch, device), torch.enable_grad():
+        with seeded(seed * 1_000_003 + epoch, device), torch.inference_mode(False), torch.enable_grad():
+            totals = torch.zeros(3, dtype=torch.float64, device=device)
             for inputs, targets in pairs(_minibatches(loaders.train, epoch), "loaders.train"):
                 if not examples_in(targets):  # whose mean loss is no number
                     continue

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 
 def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias", "norm")) -> list[dict[str, Any]]:
@@ -64,11 +65,13 @@ def _is_bias(name: str) -> bool:
 def _of_norm(module: nn.Module) -> list[Tensor]:
     """Return the own parameters of a normalisation layer, by the name of its class or of one that it derives from.
 
-    All of a …Norm or …Norm2d; of an RMSNormGated or LayerNormLSTM, which may do more, those that scale or shift.
+    All of a …Norm or …Norm2d; of an RMSNormGated, a LayerNormLSTM or a linear layer called …Norm, which do more, those
+    that scale or shift.
     """
     own: list[Tensor] = list(module.parameters(recurse=False))
     kinds = [kind.__name__ for kind in type(module).__mro__]
-    if any(re.search(r"norm(\dd)?$", kind, re.IGNORECASE) for kind in kinds):
+    multiplies = isinstance(module, (nn.Linear, _ConvNd))  # a layer that normalises besides
+    if any(re.search(r"norm(\dd)?$", kind, re.IGNORECASE) for kind in kinds) and not multiplies:
         return own
     if any(re.search(r"[Nn]orm(?![a-z])", kind) for kind in kinds):
         return [p for p in own if sum(size > 1 for size in p.shape) <= 1]

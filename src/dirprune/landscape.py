@@ -93,6 +93,7 @@ class Evaluator:
             self._network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if capture and self._device.type != "cuda":
             raise ValueError(f"capture is True but the model is on {self._device}; move it to a CUDA device")
+        check_loaders(loaders, "train", "test")
         # fork_rng: a torch DataLoader draws from the global generator when it is iterated.
         with torch.random.fork_rng(devices=[]):
             self._train, self._test = self._held(loaders.train, "train"), self._held(loaders.test, "test")
@@ -154,6 +155,16 @@ def tally(outputs: Any, targets: Any, loss: Tensor) -> Tensor:
     if _are_classes(outputs, targets):
         wrong = (outputs.argmax(1) != targets).double().mean()
     return torch.stack([loss.double(), 100 * wrong.double(), torch.ones_like(loss).double()]) * examples_in(targets)
+
+
+def check_loaders(loaders: object, *halves: str) -> None:
+    """Raise a ValueError unless these have the halves that are asked of them."""
+    if lacking := [half for half in halves if not hasattr(loaders, half)]:
+        given = ", ".join(f"{half}=…" for half in halves)
+        raise ValueError(
+            f"loaders is a {type(loaders).__name__} without {' and '.join(lacking)}; give e.g. "
+            f"types.SimpleNamespace({given})"
+        )
 
 
 def _are_classes(outputs: Any, targets: Any) -> bool:

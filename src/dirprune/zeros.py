@@ -120,8 +120,11 @@ class SparsityReport:
 def sparsity(model: nn.Module | Mapping[str, Tensor]) -> SparsityReport:
     """Count the parameters that are exactly zero, layer by layer: one pass, on the device, one synchronisation.
 
+    What `torch.nn.utils.prune` masks counts as zero.
+
     Args:
-        model: a module, or a mapping of names to tensors.
+        model: a module, or a mapping of names to tensors; only a module tells outputs from inputs where a convolution
+            is transposed.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -134,6 +137,7 @@ def sparsity(model: nn.Module | Mapping[str, Tensor]) -> SparsityReport:
     counts: list[Tensor] = []
     for name, parameter in parameters.items():
         tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
         counts.extend(_counts(tensor.detach(), layouts.get(name, _PLAIN)))
     devices = {count.device for count in counts}
     if len(devices) > 1:  # a model spread over devices: a synchronisation for each count
@@ -154,7 +158,8 @@ _PLAIN = _Layout(output_dim=0, groups=1)
 
 def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     if isinstance(model, nn.Module):
-        return dict(model.named_parameters())
+        buffers = dict(model.named_buffers())
+        return dict(_as_used(name, p, buffers) for name, p in model.named_parameters())
     remedy = "pass the model itself, or a mapping of names to tensors"
     if not isinstance(model, Mapping):
         raise ValueError(f"model={reprlib.repr(model)} is not a module; {remedy}")
@@ -162,6 +167,13 @@ def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]
         if not isinstance(tensor, Tensor):
             raise ValueError(f"model[{name!r}]={reprlib.repr(tensor)} is not a tensor; {remedy}")
     return dict(model)
+
+
+def _as_used(name: str, parameter: Tensor, buffers: Mapping[str, Tensor]) -> tuple[str, Tensor]:
+    """Return a parameter's name and value; of what `torch.nn.utils.prune` keeps as weight_orig, weight, masked."""
+    plain = name.removesuffix("_orig")
+    mask = buffers.get(f"{plain}_mask")
+    return (name, parameter) if mask is None or plain == name else (plain, parameter * mask)
 
 
 def _counts(tensor: Tensor, layout: _Layout) -> list[Tensor]:

@@ -20,6 +20,7 @@ from dirprune.lab.data import Batch, Loaders, Synthetic
 from dirprune.lab.execution import Tally, make_scoring, make_step
 from dirprune.lab.experiment import make_optimizer
 from dirprune.lab.lean import lowered
+from dirprune.lab.names import unknown
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.runs import environment
 from dirprune.lab.tables import merge_rows
@@ -118,7 +119,7 @@ def bench(
     ``lean`` decides whether gRDA's weights are bfloat16; None leaves it to the recipe.
     """
     if name not in WORKLOADS:
-        raise ValueError(f"model={name!r}: there is no such benchmark; take one of {', '.join(WORKLOADS)}")
+        raise unknown("benchmark", name, WORKLOADS)
     workload = WORKLOADS[name]
     recipe = recipes.changed(recipes.get(workload.recipe), lean=lean)
     loaders = data.load(
