@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import convolutions
 import pytest
 import torch
 from torch import nn
@@ -130,3 +132,19 @@ def test_measuring_one_network_keeps_the_rows_of_the_others(tmp_path: Path) -> N
     write_rows(path, bench.Measured, [replace(row, hardware="another") for row in rows])
     bench.write(first, path, CPU)
     assert len(read_rows(path, bench.Measured)) == 6
+
+
+def test_the_convolutions_of_a_network_are_its_floor() -> None:
+    """All but the last layer, in three passes; each pass gives what it is called for."""
+    found = convolutions.shapes(models.build("wrn28x10", 10), torch.zeros(1, 3, 32, 32))
+    floor = 3 * sum(count * shape.floor_ms(128) for shape, count in found.items())
+    linear = 3e3 * 2 * 128 * 640 * 10 / bench.PEAK_FLOPS
+    assert floor + linear == pytest.approx(bench._floor_ms("wrn28x10", bench.WORKLOADS["wrn28x10"], 128))
+    shape = convolutions.Shape(inputs=4, outputs=6, kernel=3, stride=2, padding=1, size=8)
+    works = convolutions.passes(shape, batch=2, device=torch.device("cpu"))
+    results: list[Any] = [work() for work in works.values()]
+    assert results[0].shape == (2, 6, shape.result, shape.result)
+    assert [[None if t is None else t.shape for t in result] for result in results[1:]] == [
+        [(2, 4, 8, 8), None, None],
+        [None, (6, 4, 3, 3), None],
+    ]
