@@ -274,6 +274,19 @@ def test_an_unfinished_run_counts_as_far_as_it_came(tmp_path: Path) -> None:
     assert "vgg16-cifar10, gRDA μ=0.6: epochs 100, 200, 300, 600" in gaps
 
 
+def test_a_run_that_diverged_is_told_from_one_that_was_stopped(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    folder = make_run(tmp_path / "run", replace(VGG, mu=0.7, seed=1), [record(1), record(50)])
+    runs.load(folder).conclude(runs.Outcome(diverged="the training loss became nan in step 2 of epoch 51"))
+    ledger.collect([folder], results)
+    assert [found.entry.complete for found in ledger.read(results)] == ["diverged"]
+    assert "| 2 of 600 | diverged; as far as it came |" in reproduction_page.page(results)
+    vgg = ["vgg16-cifar10"]
+    assert 0.7 not in [recipe.mu for recipe in reproduce.wanted(results, experiments=vgg) if recipe.optimizer == "grda"]
+    second = [recipe for recipe in reproduce.wanted(results, experiments=vgg, seeds=2) if recipe.mu == 0.7]
+    assert [recipe.seed for recipe in second] == [2]
+
+
 @pytest.mark.parametrize("change", [{"epochs": 200}, {"momentum": 0.9}, {"lr": 0.05}, {"c": 1e-3}])
 def test_a_run_that_departs_from_the_publication_is_no_reproduction(tmp_path: Path, change: dict[str, Any]) -> None:
     ledger.collect([make_run(tmp_path / "run", replace(VGG, **change), [record(50)])], tmp_path / "results")

@@ -25,8 +25,8 @@ CHOICES = {"name", "about", "optimizer", "c", "mu", "seed", "keep", "published",
 class Entry:
     """A row of the ledger; c and μ are empty for SGD, ``departs`` for a run that follows its recipe.
 
-    ``epochs`` is the configured length, on which the schedule depends. What differs between the sessions of a run is
-    joined by semicolons; ``command`` and ``started`` are the first one's.
+    ``epochs`` is the configured length, on which the schedule depends; ``complete`` is "yes", "no" or "diverged". What
+    differs between the sessions of a run is joined by semicolons; ``command`` and ``started`` are the first one's.
     """
 
     run: str
@@ -131,11 +131,19 @@ def _trajectory(run: runs.Run) -> Trajectory:
         departs=departs,
         epochs_done=len(records),
         epochs=recipe.epochs,
-        complete="yes" if len(records) == recipe.epochs else "no",
+        complete=_ended(run, len(records)),
         **_circumstances(run),
     )
     origin = (name, recipe.data, recipe.model, recipe.optimizer, c, mu, recipe.seed)
     return Trajectory(entry, tuple(Epoch(*origin, **_rounded(record)) for record in records))
+
+
+def _ended(run: runs.Run, epochs: int) -> str:
+    """Return "yes" for a run of full length, "diverged" for one that will never have it, "no" for one that may."""
+    if epochs == run.recipe.epochs:
+        return "yes"
+    outcome = run.outcome()
+    return "diverged" if outcome and outcome.diverged else "no"
 
 
 def _rounded(record: EpochRecord) -> dict[str, Any]:

@@ -120,15 +120,15 @@ def reproductions(runs: Iterable[Trajectory]) -> dict[Setting, list[Trajectory]]
 def wanted(results: Path, *, experiments: Iterable[str] = published.EXPERIMENTS, seeds: int = 1) -> list[Recipe]:
     """Return the published runs that the ledger lacks, the most telling first.
 
-    A setting has enough when ``seeds`` runs of it are complete, whichever their seeds; what is missing gets the
-    smallest seeds from 1 that are free. Every setting comes once before any comes a second time.
+    A setting has enough when ``seeds`` runs of it are complete or diverged, whichever their seeds; what is missing gets
+    the smallest seeds from 1 that are free. Every setting comes once before any comes a second time.
 
     Raises:
         ValueError: an experiment was not published.
     """
     done: dict[Setting, set[int]] = {}
     for setting, runs in reproductions(ledger.read(results)).items():
-        done[setting] = {run.entry.seed for run in runs if run.entry.complete == "yes"}
+        done[setting] = {run.entry.seed for run in runs if run.entry.complete != "no"}
     rounds: list[tuple[int, Recipe]] = []
     for experiment in experiments:
         if experiment not in TELLING:

@@ -284,4 +284,4 @@ def _standing(run: Trajectory) -> str:
         return "no: not a published setting"
     if entry.departs:
         return f"no: {entry.departs}"
-    return "yes" if entry.complete == "yes" else "as far as it came"
+    return {"yes": "yes", "diverged": "diverged; as far as it came"}.get(entry.complete, "as far as it came")
