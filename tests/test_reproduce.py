@@ -342,13 +342,16 @@ def test_the_page_shows_ours_beside_the_paper_s(tmp_path: Path) -> None:
         "model,batch_size,parameters,optimizer,ms,floor_ms,peak_mib,overhead,hardware,torch,commit,command\n"
         "vgg16,128,15245130,sgd,1.2,0.3,500,0.06,H200,2.11,abc,x\n"
         "vgg16,128,15245130,grda,1.5,0.3,560,0.041,H200,2.11,abc,x\n"
+        "resnet50,256,25557032,sgd,37.6,7.95,,0.026,H200,2.11,abc,x\n"
     )
     text = reproduction_page.write_page(results, docs).read_text(encoding="utf-8")
     assert "**79.430**<br>79.637 ± 0.203: −1.0σ<br>79.622 ± 0.208: −0.9σ" in text
     assert "| vgg16 | 128 | grda | 30.3 | 1.42 | 1809 | 1.5 | 1.250 | 0.3 | 20% | 560 | 4.1% |" in text
     assert "| 1.000 | 0.3 | 25% | 500 | 6.0% |" in text
     assert "| vgg16 | a step, grda | ≤ 1.4 ms | 1.5 ms | no |" in text
-    assert "Ours, vgg16: H200, torch 2.11, commit abc." in text
+    assert "Ours, vgg16, resnet50: H200, torch 2.11, commit abc." in text
+    assert "arithmetic alone needs at 790 TFLOP/s" in text
+    assert "Not measured yet: the memory of resnet50." in text
     assert "| wrn28x10-cifar100 | SGD | 200 | 4.000e-04 | 3.434e-04 | 1.654e-04 |" in text
     assert "wrn28x10-cifar10, gRDA μ=0.55: no run yet" in text
     assert "2 of 600 | as far as it came" in text

@@ -67,7 +67,7 @@ class Cost:
     floor_ms: float | None
     peak_mib: float | None
     overhead: float
-    """Share of an epoch that is neither a training step: data handling, evaluation, and what is recorded."""
+    """Share of an epoch that is no training step: data handling and evaluation, but not the counting of zeros."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

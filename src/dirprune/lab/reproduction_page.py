@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from dirprune.lab import ledger, plots, published, reproduce, reproduction_plots
-from dirprune.lab.bench import BAR_COLUMNS, Measured, bars
+from dirprune.lab.bench import BAR_COLUMNS, PEAK_FLOPS, Measured, bars
 from dirprune.lab.ledger import Trajectory
 from dirprune.lab.plots import Curve
 from dirprune.lab.published import METRICS, Estimate, Setting
@@ -42,10 +42,13 @@ A cell of the tables below has three lines:
 3. the same recomputed from the authors' logs, over the runs that measured as ours do and with the sample std.
 
 Where all their runs logged the same digits there is no std, and the plain difference stands without a σ. A single run
-is expected to lie within 1 std in two of three cells, and beyond 2 in about one of ten; the cells of one run are not
-independent."""
+is expected to lie within 1 std in two of three cells, and beyond 2 in about one of ten, a mean of two runs three
+quarters as far away; the cells of one run are not independent."""
 
-CAPTION = "Shaded: the range of the authors' comparable runs; dashed: their mean; lines: runs of ours."
+CAPTION = (
+    "Shaded: the range of the authors' comparable runs; dashed: their mean; both at every fifth epoch after the 20th, "
+    "and so with fewer outliers than the lines, runs of ours at every epoch."
+)
 
 CAVEATS = """\
 1. **WRN28x10, "Epoch 1"** is epoch 2 of the authors' logs; it is compared with our epoch 2.
@@ -249,7 +252,9 @@ def _costs(bench: Path) -> str:
     head += ["ours: ms", "× SGD", "floor ms", "floor / ms", "peak MiB", "rest of an epoch"]
     text = (
         "Milliseconds a training step. The paper: one V100, two for ResNet50. The floor is the time that the "
-        "arithmetic alone needs at the peak rate of the hardware; the rest of an epoch is evaluation and data handling."
+        f"arithmetic alone needs at {PEAK_FLOPS / 1e12:.0f} TFLOP/s, which one H200 reaches in a large bfloat16 "
+        "product; the rest of an epoch is evaluation and data handling. By `--lean`, where it is in the commit, gRDA's "
+        "weights are bfloat16, which SGD's cannot be: hence a ratio below 1."
     )
     origins: dict[str, list[str]] = {}
     for own in measured.values():
@@ -258,6 +263,8 @@ def _costs(bench: Path) -> str:
     origin = f"Ours, {'; '.join(told)}." if told else "Ours are not measured yet; `dirprune bench` does it."
     asked = [list(each.cells()) for each in bars(list(measured.values()))]
     goals = ["What we ask of ourselves:", table(list(BAR_COLUMNS), asked)] if asked else []
+    if lacking := list(dict.fromkeys(own.model for own in measured.values() if own.peak_mib is None)):
+        goals.append(f"Not measured yet: the memory of {', '.join(lacking)}.")
     return "\n\n".join([text, table(head, rows), origin, *goals])
 
 
