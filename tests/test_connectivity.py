@@ -12,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 from typer.testing import CliRunner
 
@@ -22,7 +24,7 @@ from dirprune.lab import checkpoint, cli, connectivity, console, data, experimen
 from dirprune.lab.connectivity import Options, Step, connect
 from dirprune.lab.connectivity_files import draw, notes, published_curve
 from dirprune.lab.connectivity_files import table as told
-from dirprune.lab.connectivity_plots import _round_numbers
+from dirprune.lab.connectivity_plots import _round_numbers, _scale
 from dirprune.lab.execution import Execution
 from dirprune.lab.published.connect import find
 from dirprune.weights import combine
@@ -474,3 +476,11 @@ if torch.cuda.is_available():
             rows[name] = table(tmp_path / name / "profile.csv")
         for plain, captured in zip(rows["plain"], rows["captured"], strict=True):
             assert float(captured["train_loss"]) == pytest.approx(float(plain["train_loss"]), rel=0.02)
+
+
+@pytest.mark.parametrize(("least", "scale"), [(8.3, "log"), (0.0, "symlog")])
+def test_errors_that_stay_above_zero_have_the_whole_axis(least: float, scale: str) -> None:
+    axes = Figure().subplots()
+    _scale(axes, np.array([least, 9.1, 60.0]), "test_error")
+    assert axes.get_yscale() == scale
+    assert (axes.get_ylim()[0] > 1) == (least > 1)

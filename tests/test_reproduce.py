@@ -370,6 +370,18 @@ def test_a_figure_says_how_far_our_runs_have_come() -> None:
     assert "gRDA μ=0.7, no run yet" in titles
 
 
+def test_the_published_norms_are_drawn_over_ours() -> None:
+    theirs = published.norm_ratios()
+    ours = {curve.setting: [(curve.epochs, curve.ratios)] for curve in theirs}
+    for axes in reproduction_plots.norm_ratio(theirs, ours).axes:
+        labels = [str(line.get_label()) for line in axes.lines]
+        widths = [line.get_linewidth() for line in axes.lines]
+        for name in ("SGD", "gRDA"):
+            first, last = labels.index(f"{name}, ours"), labels.index(f"{name}, paper")
+            assert first < last
+            assert widths[first] > widths[last]
+
+
 def test_a_page_without_runs_says_so(tmp_path: Path) -> None:
     text = reproduction_page.page(tmp_path)
     assert "0 of 450 published cells have a run of ours." in text

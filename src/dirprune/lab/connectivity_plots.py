@@ -92,6 +92,9 @@ def _scale(axes: Axes, values: Array, score: str) -> None:
     if score.endswith("loss"):
         axes.set_yscale("log" if values.max() > 10 * values.min() else "linear")
         return
+    if values.max() > 20 and values.min() > 1:  # an axis from 0 would press a valley of tenths flat
+        plots.scale_log(axes, float(values.min()), float(values.max()))
+        return
     if values.max() > 20:
         axes.set_yscale("symlog", linthresh=1)
         axes.set_yticks([0, 1, 10, 100], ["0", "1", "10", "100"])

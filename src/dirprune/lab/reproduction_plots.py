@@ -62,9 +62,10 @@ def norm_ratio(theirs: Sequence[NormRatio], ours: Mapping[Setting, Sequence[Curv
         for curve in sorted(curves, key=lambda curve: curve.setting.optimizer, reverse=True):
             index = int(curve.setting.optimizer == "grda")
             name = ("SGD", "gRDA")[index]
-            plots.draw_published(axes, _in_units((curve.epochs, curve.ratios)), label=f"{name}, paper", index=index)
             if runs := ours.get(curve.setting):
                 plots.draw_spread(axes, [_in_units(run) for run in runs], label=f"{name}, ours", index=index)
+                axes.lines[-1].set(linewidth=3, alpha=0.4)  # or the published line would not show where the two agree
+            plots.draw_published(axes, _in_units((curve.epochs, curve.ratios)), label=f"{name}, paper", index=index)
             if index:
                 axes.set_title(f"{experiment}, SGD and {curve.setting}")
                 axes.axhline(curve.parameters**-0.5 / UNIT, color="#606060", linestyle=":", label="bound $d^{-1/2}$")
