@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from test_cli import call
 from test_train import Breaking
 from torch import nn
@@ -285,6 +286,16 @@ def test_a_run_that_diverged_is_told_from_one_that_was_stopped(tmp_path: Path) -
     assert 0.7 not in [recipe.mu for recipe in reproduce.wanted(results, experiments=vgg) if recipe.optimizer == "grda"]
     second = [recipe for recipe in reproduce.wanted(results, experiments=vgg, seeds=2) if recipe.mu == 0.7]
     assert [recipe.seed for recipe in second] == [2]
+
+
+@pytest.mark.parametrize(("examples", "departs"), [(20, "examples=20"), (50_000, "")])
+def test_a_run_on_a_part_of_the_data_is_no_reproduction(tmp_path: Path, examples: int, departs: str) -> None:
+    folder = make_run(tmp_path / "run", VGG, [record(50)])
+    runs.load(folder).note_session(torch.device("cpu"), 1, None, examples)
+    ledger.collect([folder], tmp_path / "results")
+    [found] = ledger.read(tmp_path / "results")
+    assert found.entry.departs == departs
+    assert bool(reproduce.reproductions([found])) == (not departs)
 
 
 @pytest.mark.parametrize("change", [{"epochs": 200}, {"momentum": 0.9}, {"lr": 0.05}, {"c": 1e-3}])

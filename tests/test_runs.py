@@ -195,10 +195,10 @@ def test_environment_says_what_ran_where(run: Run, monkeypatch: pytest.MonkeyPat
     assert run.sessions() == []
     assert run.last_root() is None
     monkeypatch.setattr(sys, "argv", ["/usr/bin/dirprune", "train", "digits", "--out", "my run"])
-    run.note_session(CPU, world_size=1, root=tmp_path / "sets" / ".." / "data")
+    run.note_session(CPU, world_size=1, root=tmp_path / "sets" / ".." / "data", examples=7)
     assert run.last_root() == tmp_path.resolve() / "data"
     monkeypatch.setattr(sys, "argv", ["/usr/bin/dirprune", "resume", "my run"])
-    run.note_session(CPU, world_size=2)
+    run.note_session(CPU, world_size=2, root=None, examples=7)
     assert run.last_root() is None
     first, second = json.loads((run.folder / "environment.json").read_text())
     assert [first, second] == run.sessions()
@@ -250,7 +250,7 @@ def test_a_process_goes_on_under_the_commit_it_began_with(monkeypatch: pytest.Mo
 def test_where_a_run_came_from_is_worth_less_than_the_run(run: Run, content: bytes) -> None:
     (run.folder / "environment.json").write_bytes(content)
     assert run.last_root() is None
-    run.note_session(torch.device("cpu"), 1)
+    run.note_session(torch.device("cpu"), 1, None, 7)
     assert run.sessions()[-1]["torch"] == torch.__version__
 
 

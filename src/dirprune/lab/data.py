@@ -42,6 +42,8 @@ DIGITS_STATISTICS = Normalization((0.3056,), (0.3761,), white=16)
 
 CROP_PADDING = 4
 EVALUATION_BATCH = 1000
+WHOLE = {"cifar10": 50_000, "cifar100": 50_000}
+"""Training images of the published sets."""
 SPLIT_SEED = 20_200_612
 """Fixes what is held out, whatever the seed of the run: all runs share validation and test sets."""
 

@@ -192,7 +192,7 @@ def _conduct(
     if process.is_first:
         checkpoint.set_aside(run.checkpoints, after=done)
         run.rewind(done)
-        run.note_session(device, process.world_size, root)
+        run.note_session(device, process.world_size, root, parts.loaders.train.examples)
         if found is None:
             _save(run, 0, parts, method)
     if done == recipe.epochs:

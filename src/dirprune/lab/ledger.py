@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dirprune.lab import recipes, runs
+from dirprune.lab.data import WHOLE
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.tables import read_rows, write_rows
 from dirprune.lab.train import EpochRecord
@@ -119,7 +120,7 @@ def _trajectory(run: runs.Run) -> Trajectory:
     grda = recipe.optimizer == "grda"
     c, mu = (f"{recipe.c:g}", f"{recipe.mu:g}") if grda else ("", "")
     method = f"grda-c{c}-mu{mu}" if grda else "sgd"
-    departs = departures(recipe)
+    departs = " ".join(filter(None, [departures(recipe), _part_of_the_data(run)]))
     name = f"{recipe.name}/{method}/seed{recipe.seed} {departs}".rstrip()
     entry = Entry(
         run=name,
@@ -136,6 +137,15 @@ def _trajectory(run: runs.Run) -> Trajectory:
     )
     origin = (name, recipe.data, recipe.model, recipe.optimizer, c, mu, recipe.seed)
     return Trajectory(entry, tuple(Epoch(*origin, **_rounded(record)) for record in records))
+
+
+def _part_of_the_data(run: runs.Run) -> str:
+    """Return "examples=20" for a run on a part of its set, which is then another run; older ones noted no number."""
+    whole = WHOLE.get(run.recipe.data)
+    seen = {session["examples"] for session in run.sessions() if "examples" in session}
+    if whole is None or run.recipe.validation or seen <= {whole}:
+        return ""
+    return f"examples={min(seen)}"
 
 
 def _ended(run: runs.Run, epochs: int) -> str:

@@ -157,9 +157,10 @@ class Run:
         sessions = self.sessions()
         return Path(sessions[-1]["data"]) if sessions and sessions[-1].get("data") else None
 
-    def note_session(self, device: torch.device, world_size: int, root: Path | None = None) -> None:
-        """Add this session to environment.json."""
-        note_session(self.folder, {**environment(device, world_size), "data": str(root.resolve()) if root else ""})
+    def note_session(self, device: torch.device, world_size: int, root: Path | None, examples: int) -> None:
+        """Add this session to environment.json: also where the data were, and how many examples it trained on."""
+        data = {"data": str(root.resolve()) if root else "", "examples": examples}
+        note_session(self.folder, {**environment(device, world_size), **data})
 
 
 def create(folder: Path, recipe: Recipe) -> Run:
