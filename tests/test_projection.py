@@ -414,10 +414,10 @@ def test_figure_shows_every_run_and_the_random_level(trained: dict[str, Run], tm
     few = projection_figure([row for row in rows if row.epoch <= 2]).axes[0]
     assert all(float(tick).is_integer() for tick in few.get_xticks())
     assert not [text for text in few.get_yticklabels(which="both") if "times" in text.get_text()]  # no 3×10⁻³
-    drawn = lines["gRDA c = 0.02, μ = 0.55"].get_ydata()
+    drawn = lines["ours, gRDA c = 0.02, μ = 0.55"].get_ydata()
     assert list(drawn) == [row.share for row in rows if row.run == "other"]
     assert lines["a random direction"].get_ydata()[0] == pytest.approx(math.sqrt(2 / 241))
-    assert len(lines["published, μ = 0.51, 0.6, 0.7"].get_xdata()) == 16
+    assert [len(lines[f"published, μ = {mu}"].get_xdata()) for mu in (0.51, 0.6, 0.7)] == [16] * 3
     assert not any(line.get_markerfacecolor() == "white" for line in axes.get_lines())
     unfinished = projection_figure([replace(rows[0], converged=False)])
     assert any(line.get_markerfacecolor() == "white" for line in unfinished.axes[0].get_lines())

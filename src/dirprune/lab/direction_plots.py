@@ -30,16 +30,21 @@ def projection_figure(rows: Sequence[ProjectionRow], published: Sequence[Publish
     """
     if not rows:
         raise ValueError("rows is empty; there is nothing to draw before the first epoch is measured")
-    figure, [axes] = panels(1, size=(4.6, 3.0))
-    mus = ", ".join(f"{curve.mu:g}" for curve in published)
+    figure, [axes] = panels(1, size=(4.6, 3.4))
     for index, curve in enumerate(published):
-        label = "" if index else f"published, μ = {mus}"
-        axes.plot(curve.epochs, curve.shares, color="#B0B0B0", linewidth=0.8, marker=".", markersize=3, label=label)
+        style: dict[str, Any] = {"color": "#A0A0A0", "linewidth": 0.8, "marker": _MARKERS[index + 1], "markersize": 2.5}
+        axes.plot(curve.epochs, curve.shares, label=f"published, μ = {curve.mu:g}", **style)
+    ours = "ours, " if published else ""
     for index, run in enumerate(dict.fromkeys(row.run for row in rows), start=1):  # 0 is the colour of SGD
         own = [row for row in rows if row.run == run]
         shade = colour(index)
         axes.plot(
-            [r.epoch for r in own], [r.share for r in own], color=shade, marker="o", markersize=3.5, label=_name(own[0])
+            [r.epoch for r in own],
+            [r.share for r in own],
+            color=shade,
+            marker="o",
+            markersize=3.5,
+            label=ours + _name(own[0]),
         )
         if rough := [row for row in own if not row.converged]:
             axes.plot([r.epoch for r in rough], [r.share for r in rough], "o", markersize=3.5, color=shade, mfc="white")
