@@ -408,6 +408,22 @@ def test_a_norm_that_is_folded_into_its_convolution(options: dict[str, Any]) -> 
 
 
 @pytest.mark.usefixtures("_room", "_allowed")
+def test_what_is_folded_is_rounded_first_by_inductor_too() -> None:
+    """It leaves out a cast there and back; a pruned channel gives its bias, which the running mean knows rounded."""
+    convolution, norm = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)
+    with torch.no_grad():
+        convolution.weight.zero_()
+        norm.running_mean.copy_(convolution.bias.to(torch.bfloat16))
+        norm.running_var.zero_()
+        norm.bias.fill_(1.0)
+    layers = nn.ModuleList([convolution, norm]).to(DEVICE, memory_format=torch.channels_last).eval()
+    x = tensor(2, 4, 8, 8, dtype=torch.bfloat16, grad=False)
+    with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16):
+        result = torch.compile(lambda x: normalized.rectified(*layers, x), dynamic=False)(x)
+    assert (result == 1).all()
+
+
+@pytest.mark.usefixtures("_room", "_allowed")
 @pytest.mark.parametrize("training", [True, False])
 def test_an_empty_batch_and_one_too_large_go_the_plain_way(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = network(torch.float32).train(training)
@@ -460,6 +476,7 @@ def test_the_operators_keep_torchs_rules() -> None:
     check(ops.rectify_backward, (*still, still[1], numbers, True))
     one = [1, 1]
     check(ops.convolve_relu, (still[0], numbers.new_ones(4, 3, 1, 1), numbers.new_ones(4), one, [0, 0], one, 1))
+    check(ops.rounded, (still[0],))
     check(ops.track, (*running, batches, numbers, offset.detach(), 0.1))
     for addend in (still[1], None):
         check(ops.rectify_evaluated, (still[0], addend, None, weight.detach(), bias.detach(), *running, EPS))

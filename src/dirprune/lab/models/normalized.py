@@ -121,9 +121,10 @@ def _folded(layer: nn.Module, norm: nn.BatchNorm2d, inputs: Tensor) -> Tensor:
     assert norm.running_mean is not None
     assert norm.running_var is not None
     scale = norm.weight / torch.sqrt(norm.running_var + norm.eps)
-    bias = 0.0 if layer.bias is None else layer.bias.to(inputs.dtype)
+    # Really rounded: the running mean is that of rounded biases, and where the variance is 0 the scale is 316·γ.
+    bias = 0.0 if layer.bias is None else _ops.rounded(layer.bias.to(inputs.dtype))
     shift = norm.bias + (bias - norm.running_mean) * scale
-    weight = layer.weight.to(inputs.dtype) * scale.view(-1, 1, 1, 1)
+    weight = _ops.rounded(layer.weight.to(inputs.dtype)) * scale.view(-1, 1, 1, 1)
     low = weight.to(inputs.dtype), shift.to(inputs.dtype)
     y: Tensor = _ops.convolve_relu(inputs, *low, layer.stride, layer.padding, layer.dilation, layer.groups)
     return y

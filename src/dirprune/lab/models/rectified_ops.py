@@ -145,6 +145,12 @@ def convolve_relu(x, weight, bias, stride, padding, dilation, groups):  # type: 
     return F.relu(F.conv2d(x, weight, bias, *options))
 
 
+@custom_op("dirprune::rounded", mutates_args=(), schema="(Tensor x) -> Tensor")
+def rounded(x):  # type: ignore[no-untyped-def]
+    """A copy of what lies in memory, and so is rounded: torch.compile leaves out a cast to a lower type and back."""
+    return x.clone()
+
+
 @custom_op(
     "dirprune::track",
     mutates_args=("mean", "variance", "batches"),
@@ -186,6 +192,7 @@ rectify_evaluated.register_fake(
 )
 
 
+rounded.register_fake(torch.empty_like)
 convolve_relu.register_fake(lambda x, weight, bias, *options: F.conv2d(x, weight, bias, *options))
 
 
