@@ -261,3 +261,18 @@ def test_a_curve_is_dense_if_nothing_else_and_its_sparsities_are_fractions() -> 
     assert not Curve("a", [0, 0.9], [93.0, 90.0]).is_dense
     with pytest.raises(ValueError, match=r"sparsity=-0\.1"):
         Curve("a", [-0.1], [90.0])
+
+
+def test_error_bars_of_hardly_pruned_networks_stay_on_the_axis() -> None:
+    few = Curve("gRDA", [0.0, 0.001, 0.002, 0.5], [93.7, 93.8, 93.6, 93.0], [0.1] * 4)
+    others = [Curve(name, [0.003], [93.0], [0.1]) for name in ("rigl", "magnitude")]
+    [axes] = tradeoff([few, *others]).axes
+    drawn = lines(axes)
+    every = [x for label in ("gRDA", "rigl", "magnitude") for x in values(drawn[label])[0]]
+    assert all(0 <= x <= 100 for x in every)
+    assert len({round(x, 6) for x in every}) == len(every)
+
+
+def test_points_of_one_curve_stay_where_they_are() -> None:
+    [axes] = tradeoff([Curve("gRDA", [0.9, 0.9001], [93.5, 93.4], [0.1, 0.1]), Curve("rigl", [0.8], [93.0])]).axes
+    assert values(lines(axes)["gRDA"])[0] == pytest.approx([90.0, 90.01])

@@ -144,13 +144,15 @@ def _side_by_side(curves: Sequence[Curve]) -> list[Curve]:
     places: dict[int, list[int]] = {}
     for i, curve in enumerate(curves):
         for sparsity, spread in zip(curve.sparsity, _spread(curve), strict=True):
-            if spread > 0 and not curve.is_dense:
-                places.setdefault(round(distance(0.0, sparsity) / _SIDE), []).append(i)
+            sharing = places.setdefault(round(distance(0.0, sparsity) / _SIDE), [])
+            if spread > 0 and not curve.is_dense and i not in sharing:
+                sharing.append(i)
 
     def moved(i: int, sparsity: float) -> float:
         sharing = places.get(round(distance(0.0, sparsity) / _SIDE), [])
         place = sharing.index(i) - (len(sharing) - 1) / 2 if i in sharing else 0.0
-        return float(1 - (1 - sparsity) * np.exp(-_SIDE * place))
+        aside = 1 - (1 - sparsity) * np.exp(-_SIDE * place)
+        return float(max(aside, sparsity / 2))  # nothing is less than dense
 
     return [replace(curve, sparsity=[moved(i, s) for s in curve.sparsity]) for i, curve in enumerate(curves)]
 
