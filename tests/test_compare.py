@@ -266,9 +266,34 @@ def test_a_sweep_is_widened_until_it_encloses_the_sparsities(reached: dict[float
 
 def test_every_seed_has_to_enclose_a_sparsity() -> None:
     planned = trials_of(methods=("grda",), sweeps={"grda": [0.1, 0.2]}, seeds=2)
-    reached = dict(zip([trial.name for trial in planned], [0.6, 0.81, 0.6, 0.79], strict=True))
-    found = [ended(trial, reached[trial.name]) for trial in planned]
-    assert compare.wider(planned, found, (0.8,)) == {"grda": [0.1, 0.2, 0.141]}
+    for sparsities, value in (
+        ((0.6, 0.81, 0.6, 0.79), 0.4),  # all of the second seed's are less sparse
+        ((0.78, 0.82, 0.81, 0.85), 0.05),  # all are sparser
+        ((0.6, 0.81, 0.6, 0.99), 0.141),  # they are too far apart
+    ):
+        found = [ended(*each) for each in zip(planned, sparsities, strict=True)]
+        assert compare.wider(planned, found, (0.8,)) == {"grda": [0.1, 0.2, value]}
+
+
+def test_a_second_seed_asks_for_what_the_first_alone_asked_for() -> None:
+    values = {seeds: [0.1, 0.2] for seeds in (1, 2)}
+    for seeds, tried in values.items():
+        for _ in range(2):
+            planned = trials_of(methods=("grda",), sweeps={"grda": tried}, seeds=seeds)
+            reached = {
+                0: {0.1: 0.5, 0.2: 0.79, 0.4: 0.999, 0.283: 0.85},
+                1: {0.1: 0.5, 0.2: 0.95, 0.4: 0.999, 0.283: 0.97},
+            }
+            found = [ended(trial, reached[trial.recipe.seed][trial.value or 0]) for trial in planned]
+            tried[:] = compare.wider(planned, found, (0.8, 0.82))["grda"]
+    assert values[1] == values[2]
+    assert sorted(values[1]) == [0.1, 0.2, 0.283, 0.4]
+
+
+def test_a_sparsity_that_nothing_leads_to_does_not_keep_others_from_being_enclosed() -> None:
+    planned = trials_of(methods=("grda",), sweeps={"grda": [0.1, 0.2]})
+    found = [ended(trial, reached) for trial, reached in zip(planned, (0.5, 0.99), strict=True)]
+    assert compare.wider(planned, found, (0.8, 0.999)) == {"grda": [0.1, 0.2, 0.4]}
 
 
 # ---- how they are ranked

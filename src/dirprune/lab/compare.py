@@ -15,7 +15,6 @@ from dirprune.lab import runs
 from dirprune.lab.comparison import CHOICES, Ended, Row, noted, shared
 from dirprune.lab.ranking import read_at
 from dirprune.lab.recipes import Recipe, differing
-from dirprune.lab.report import Spread
 from dirprune.lab.series import Planned, series
 from dirprune.lab.trials import Trial
 
@@ -78,32 +77,37 @@ def wider(trials: Sequence[Trial], found: Sequence[Ended], sparsities: Sequence[
 
     It is twice the strongest value or half the weakest, and half-way, as a factor, between two that are too far apart
     to read anything off. Methods with a preset sparsity, and those whose runs enclose all sparsities, are left out.
-    Only these trials count, so that the same values come up again whatever else a folder holds.
+    Only these trials count, and the first seed before the others, so that the same values come up again whatever else
+    a folder holds, and when seeds are added.
     """
     more = {}
     names = {trial.name for trial in trials}
     for each in dict.fromkeys(trial.contestant for trial in trials if trial.contestant.is_swept):
         values = sorted({trial.value for trial in trials if trial.contestant == each and trial.value is not None})
         rows = [one.row for one in found if one.row.method == each.name and one.row.run in names]
-        value = _missing([row for row in rows if not row.diverged], sparsities)
-        if value is not None and value not in values and len(values) < MOST_VALUES:
+        value = _missing([row for row in rows if not row.diverged], values, sparsities)
+        if value is not None and len(values) < MOST_VALUES:
             more[each.name] = [*values, value]
     return more
 
 
-def _missing(rows: Sequence[Row], sparsities: Sequence[float]) -> float | None:
-    """Return the value that a method's runs lack to enclose the first sparsity that they do not; None without runs."""
-    by_seed = {row.seed: [other.point for other in rows if other.seed == row.seed] for row in rows}
-    reached = {row.value: Spread.of([other.sparsity for other in rows if other.value == row.value]) for row in rows}
-    for sparsity in sparsities if rows else ():
-        readings = [read_at(points, sparsity) for points in by_seed.values()]
-        if all(reading.is_there and not reading.at_least for reading in readings):
-            continue
-        weaker = [value for value, spread in reached.items() if spread.mean < sparsity]
-        stronger = [value for value in reached if value not in weaker]
-        if weaker and stronger:
-            return _rounded((max(weaker) * min(stronger)) ** 0.5)
-        return _rounded(2 * max(weaker) if weaker else min(stronger) / 2)
+def _missing(rows: Sequence[Row], values: Sequence[float], sparsities: Sequence[float]) -> float | None:
+    """Return a value that the runs of the first seed that lacks one do, beyond their values if possible; or None."""
+    for seed in sorted({row.seed for row in rows}):
+        own = [row for row in rows if row.seed == seed]
+        beyond, between = [], []
+        for sparsity in sparsities:
+            reading = read_at([row.point for row in own], sparsity)
+            if reading.is_there and not reading.at_least:
+                continue
+            weaker = sorted((row for row in own if row.sparsity < sparsity), key=lambda row: row.sparsity)
+            stronger = sorted((row for row in own if row.sparsity >= sparsity), key=lambda row: row.sparsity)
+            if weaker and stronger:
+                between.append((weaker[-1].value * stronger[0].value) ** 0.5)
+            else:
+                beyond.append(2 * max(r.value for r in weaker) if weaker else min(r.value for r in stronger) / 2)
+        if new := [value for value in map(_rounded, [*beyond, *between]) if value not in values]:
+            return new[0]
     return None
 
 
