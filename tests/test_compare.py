@@ -619,6 +619,10 @@ def test_the_command_trains_tells_and_goes_on(tmp_path: Path) -> None:
     assert objects(again) == ranked
 
 
+def numbers_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
 def test_the_command_widens_the_sweeps_that_nobody_gave(tmp_path: Path) -> None:
     words = command("--methods", "grda,rda", "--sweep", "rda:lam=1e-9", "--sparsity", 0.8, "--out", tmp_path / "out")
     result = call(*words)
@@ -631,6 +635,14 @@ def test_the_command_widens_the_sweeps_that_nobody_gave(tmp_path: Path) -> None:
     assert [row["rank"] for row in rows if "rank" in row] == [1, 0]
     assert f"Not every sparsity lies between two runs of grda; trying c={values['grda'][4]:g}." in result.stderr
     assert objects(call(*words)) == rows
+    late = call(*words, "--minutes", 1e-9)
+    assert objects(late) == rows  # nothing was left to train
+    assert "the same command goes on" not in late.stderr
+    shutil.rmtree(tmp_path / "out" / "runs" / f"grda-c{values['grda'][4]:g}-s0")
+    (tmp_path / "out" / "comparison.csv").unlink()
+    late = call(*words, "--minutes", 1e-9)
+    assert "of 6 runs at their end; the same command goes on." in late.stderr
+    assert numbers_of(objects(call(*words))) == numbers_of(rows)
     more = objects(call(*words, "--seeds", 2))
     assert {row["value"] for row in more if row.get("seed") == 1} >= {*values["grda"], 1e-9}
 

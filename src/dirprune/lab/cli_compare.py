@@ -124,7 +124,9 @@ def _train(
         titles = [" ".join(filter(None, [t.contestant.name, t.setting, f"seed {t.recipe.seed}"])) for t in trials]
         follow_series(steps, titles, [trial.recipe.epochs for trial in trials], interruption, ended=ended)
         ours = [trial for trial in trials if trial.contestant.name not in given]
-        more = {} if interruption() else wider(ours, comparison.read(out), sparsities)
+        found = comparison.read(out)
+        stopped = not {trial.name for trial in trials} <= {each.row.run for each in found}
+        more = {} if stopped else wider(ours, found, sparsities)
         if not more:
             return
         say(f"Not every sparsity lies between two runs of {', '.join(more)}; trying {_latest(more)}.")
