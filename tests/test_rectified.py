@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -405,6 +407,38 @@ def test_a_norm_that_is_folded_into_its_convolution(options: dict[str, Any]) -> 
     assert folded.is_contiguous(memory_format=torch.channels_last)
     off, plainly_off = ((y.double() - expected).norm() / expected.norm() for y in (folded, unfolded))
     assert off < 1.5 * plainly_off < 0.02
+
+
+def test_cudnn_is_called_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operator knows nothing of torch's flags, and is in no build for other GPUs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    on_gpu: Any = SimpleNamespace(is_cuda=True, device="cuda")
+    assert ops.fuses(on_gpu)
+    assert not ops.fuses(torch.zeros(1, device="cpu"))
+    for owner, name, value in (
+        (torch.backends.cudnn, "enabled", False),
+        (torch.backends.cudnn, "deterministic", True),
+        (torch, "are_deterministic_algorithms_enabled", lambda: True),
+        (torch.version, "hip", "7.0"),
+        (torch.cuda, "get_device_capability", lambda _: (7, 5)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert not ops.fuses(on_gpu)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="cuDNN is not called there")
+def test_memory_that_held_no_numbers_does_no_harm() -> None:
+    """Torch gives cuDNN the output, not yet written, as what is to be added 0 times."""
+    x, weight = (tensor(*shape, dtype=torch.bfloat16, grad=False) for shape in ((8, 16, 32, 32), (16, 16, 3, 3)))
+    bias, options = tensor(16, dtype=torch.bfloat16, grad=False), ([1, 1], [1, 1], [1, 1], 1)
+    for _ in range(3):
+        left = torch.full_like(x, math.nan)
+        del left  # which the output then lies in
+        result = ops.convolve_relu(x, weight, bias, *options)
+        torch.testing.assert_close(result, F.relu(F.conv2d(x, weight, bias, *options)), rtol=2**-6, atol=2**-6)
+    x[0, 0, 0, 0] = math.nan
+    assert ops.convolve_relu(x, weight, bias, *options)[0, :, 0, 0].isnan().all()  # a loss that diverges must be seen
 
 
 @pytest.mark.usefixtures("_room", "_allowed")

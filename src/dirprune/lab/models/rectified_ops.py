@@ -140,7 +140,7 @@ def rectify_evaluated(a, b, offset, weight, bias, mean, variance, eps):  # type:
 def convolve_relu(x, weight, bias, stride, padding, dilation, groups):  # type: ignore[no-untyped-def]
     """relu(convolution + bias) in the one pass that cuDNN has for it; nothing that torch.compile would make of it."""
     options = stride, padding, dilation, groups
-    if x.is_cuda:
+    if fuses(x):
         return torch.ops.aten.cudnn_convolution_relu(x, weight, bias, *options)
     return F.relu(F.conv2d(x, weight, bias, *options))
 
@@ -164,6 +164,14 @@ def track(mean, variance, batches, numbers, offset, momentum):  # type: ignore[n
         mean, variance, batches, numbers, mean if offset is None else offset, momentum=momentum, C=len(mean),
         BIASED=offset is not None, CHANNELS=sizes["CHANNELS"], num_warps=1,
     )  # fmt: skip
+
+
+def fuses(x: Tensor) -> bool:
+    """Tell whether cuDNN may be called by its own name, which asks neither what it can do nor what it is allowed to."""
+    if not x.is_cuda or torch.version.hip or not torch.backends.cudnn.enabled:
+        return False
+    deterministic = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    return not deterministic and torch.cuda.get_device_capability(x.device) >= (8, 0)  # for bfloat16
 
 
 def suits(x: Tensor, channels: int) -> bool:
