@@ -496,3 +496,9 @@ def test_checkpoints_that_cannot_be_trusted_are_set_aside(tmp_path: Path) -> Non
     assert checkpoint.epochs(run.checkpoints)[-1] == SHORT.epochs  # written anew
     records.close()
     assert checkpoint.latest(run.checkpoints) is not None
+
+
+def test_a_recipe_made_of_lists_goes_on_as_one_of_tuples(tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", replace(SHORT, epochs=2, exempt=["bias"]))  # type: ignore[arg-type]
+    next(conduct(run, device=CPU, save_every=1))
+    assert [record.epoch for record in conduct(run, device=CPU)] == [2]

@@ -164,6 +164,22 @@ def test_finished_epochs_are_kept_and_new_runs_are_added(trained: dict[str, Run]
         list(project(trained["sgd"], both, tmp_path, k=3, lanczos=TIGHT, device=CPU))
 
 
+def test_eigenvalues_that_cannot_be_read_are_named_at_once_and_measured_again(
+    trained: dict[str, Run], tmp_path: Path
+) -> None:
+    def projected() -> Iterator[Progress | ProjectionRow]:
+        return project(trained["sgd"], [trained["grda"]], tmp_path, k=2, lanczos=TIGHT, device=CPU)
+
+    rows, path = rows_of(projected()), tmp_path / "eigenvalues.csv"
+    written = path.read_text()
+    path.write_text("garbage")
+    with pytest.raises(ValueError, match=r"eigenvalues\.csv cannot be read .* delete it"):
+        next(projected())
+    path.unlink()
+    assert rows_of(projected()) == rows
+    assert path.read_text() == written
+
+
 class Counting:
     """A diagonal matrix that counts its products."""
 

@@ -339,9 +339,10 @@ def _check_records(run: Run, saved: int | None, *, tell: bool) -> None:
 
 def _check_unchanged(run: Run, state: checkpoint.State) -> None:
     """Raise if config.json says other than what the checkpoint was trained with."""
-    trained = Recipe.from_dict(state["recipe"])  # in which a checkpoint older than a field has its default
-    if names := differing(trained, run.recipe, FREE_TO_CHANGE):
-        was, told = (getattr(recipe, names[0]) for recipe in (trained, run.recipe))
+    # As both come from a file: a checkpoint older than a field has its default, and a list is a tuple.
+    trained, here = (Recipe.from_dict(values) for values in (state["recipe"], as_read(run.recipe.to_dict())))
+    if names := differing(trained, here, FREE_TO_CHANGE):
+        was, told = (getattr(recipe, names[0]) for recipe in (trained, here))
         raise ValueError(
             f"{run.folder / 'config.json'} says {names[0]}={told!r}, and this run was trained with {was!r}; put that "
             "back, or start a new run with `dirprune train`"

@@ -101,8 +101,10 @@ def project(
     with locked(out):
         settle(out, {"sgd": sgd.folder.name, "k": k, **asdict(lanczos)}, environment(device), files=files)
         bench: Subject | None = None
+        known = {row.epoch for row in read_rows(out / "eigenvalues.csv", EigenvalueRow)}
         for epoch in chosen:
-            measured = {row.run: row for row in read_rows(out / "projection.csv", ProjectionRow) if row.epoch == epoch}
+            rows = (row for row in read_rows(out / "projection.csv", ProjectionRow) if row.epoch == epoch)
+            measured = {row.run: row for row in rows if epoch in known or not row.eigenvectors}
             if missing := [run for run in grdas if run.folder.name not in measured]:
                 bench = bench or subject(sgd.recipe, lanczos, device=device, root=root)
                 bench.load(weights_of(sgd, epoch)[1])
