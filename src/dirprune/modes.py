@@ -46,6 +46,8 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     cuda = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         # Not torch.manual_seed, which seeds every device, also those whose state is not kept.
-        for generator in (torch.default_generator, *(torch.cuda.default_generators[d.index] for d in cuda)):
-            generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        for each in cuda:
+            index = torch.cuda.current_device() if each.index is None else each.index
+            torch.cuda.default_generators[index].manual_seed(seed)
         yield

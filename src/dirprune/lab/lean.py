@@ -1,7 +1,8 @@
 """Weights in bfloat16 while gRDA trains: the accumulator is the float32 copy that mixed precision needs.
 
 Under autocast a convolution reads float32 weights, rounds them, and returns a rounded gradient that is widened again.
-With weights that are stored rounded the numbers are the same, bit for bit, and all of that traffic is saved.
+With weights that are stored rounded the numbers are the same, bit for bit, and all of that traffic is saved. (Compiled
+code rounds less often than it says, a cast there and back being left out; there they are the same but for that.)
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _covers(norm: nn.BatchNorm2d, inputs: Tensor) -> bool:
 def _hooked(module: nn.Module) -> bool:
     """Whether somebody watches or changes what the layer does when it is called."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
+    return any(hooks) or "forward" in module.__dict__
 
 
 def _parted(layer: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
