@@ -11,8 +11,6 @@ rate that `dirprune bench` takes for the peak.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from turns import turns
 
 from dirprune.graphs import record
 from dirprune.lab import bench, models, recipes
@@ -107,18 +106,10 @@ def passes(shape: Shape, batch: int, device: torch.device) -> dict[str, Callable
 
 
 def measure(works: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return milliseconds of each, the median over rounds in which all take turns."""
+    """Return milliseconds of each in a CUDA graph."""
     graphs = {name: record(lambda work=work: [work() for _ in range(REPEATS)]) for name, work in works.items()}  # type: ignore[misc]
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for round_ in range(ROUNDS + 1):
-        for name, (graph, _) in graphs.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            graph.replay()
-            torch.cuda.synchronize()
-            if round_:
-                times[name].append(1e3 * (time.perf_counter() - start) / REPEATS)
-    return {name: statistics.median(values) for name, values in times.items()}
+    times = turns({name: graph.replay for name, (graph, _) in graphs.items()}, ROUNDS)
+    return {name: ms / REPEATS for name, ms in times.items()}
 
 
 def main() -> None:

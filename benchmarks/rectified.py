@@ -12,7 +12,6 @@ others, on tensors that are not in the cache. All forms take turns, and the medi
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from turns import turns
 
 from dirprune.graphs import record
 from dirprune.lab import bench, data, recipes
@@ -82,21 +82,6 @@ def say(text: str) -> None:
     print(f"[{time.perf_counter() - _START:5.0f} s] {text}", flush=True)
 
 
-def turns(works: dict[str, Callable[[], object]], rounds: int, repeats: int) -> Measured:
-    """Return milliseconds of each, the median over rounds in which all take turns."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for round_ in range(rounds + 1):
-        for name, work in works.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                work()
-            torch.cuda.synchronize()
-            if round_:
-                times[name].append(1e3 * (time.perf_counter() - start) / repeats)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 Both = Callable[[], tuple[Tensor, ...]]
 
 
@@ -136,7 +121,7 @@ def shape(channels: int, height: int) -> tuple[Measured, float]:
     theirs = both_ways(plain, x, norm)
     ours = both_ways(lambda x: rectified_ops.rectify(x, None, norm.weight, norm.bias, norm.eps)[0], x, norm)
     off = apart(ours, theirs)
-    return turns({"floor": copy.replay, "plain": captured(theirs), "kernels": captured(ours)}, ROUNDS, 20), off
+    return turns({"floor": copy.replay, "plain": captured(theirs), "kernels": captured(ours)}, ROUNDS, repeats=20), off
 
 
 def shapes() -> list[Found]:
@@ -198,7 +183,7 @@ def tiles() -> list[Found]:
             work = {"floor": copies.replay}
             for form, launch in launches.items():
                 work[form] = record(lambda n=many, go=launch: [go(i) for i in range(n)])[0].replay  # type: ignore[misc]
-            times = {form: ms / many for form, ms in turns(work, 5, 1).items()}
+            times = {form: ms / many for form, ms in turns(work, 5).items()}
             floor = times["floor"] * passes[kernel] / 2
             print(f"\n{what}: {kernel}, {1e3 * floor:.1f} µs if as fast as a copy")
             for form in launches:
@@ -255,8 +240,8 @@ def network() -> list[Found]:
         print(f"  {form:20}" + "".join(f"{values[step - 1]:10.4f}" for step in (1, 2, 5, 10, 20, STEPS)), flush=True)
     found: list[Found] = []
     work = {
-        "training step": turns({form: lambda m=m: m.steps(STEPS) for form, m in both.items()}, ROUNDS, 1),
-        "evaluation": turns({form: scored(made) for form, made in both.items()}, 5, 1),
+        "training step": turns({form: lambda m=m: m.steps(STEPS) for form, m in both.items()}, ROUNDS),
+        "evaluation": turns({form: scored(made) for form, made in both.items()}, 5),
     }
     work["training step"] = {form: ms / STEPS for form, ms in work["training step"].items()}
     for what, times in work.items():

@@ -13,8 +13,6 @@ system, which clears each page, as happens in programs whose memory is in more d
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +20,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from turns import turns
 
 from dirprune import GRDA
 from dirprune.lab.models import build
@@ -124,27 +123,6 @@ def candidates(shapes: Callable[[], list[Tensor]]) -> dict[str, Callable[[], Non
     return found
 
 
-def seconds(step: Callable[[], object]) -> float:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    step()
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def measure(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Milliseconds a step, the median over rounds in which all candidates take turns."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(ROUNDS + 3):
-        for name, step in steps.items():
-            elapsed = seconds(step)
-            if round_ >= 3:
-                times[name].append(1e3 * elapsed)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -156,7 +134,7 @@ def main() -> None:
     print(f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}; median of {ROUNDS} rounds")
     results = []
     for title, shapes in (("ResNet50, 161 tensors", resnet50), ("1,000 small tensors", many_small)):
-        times = measure(candidates(shapes))
+        times = turns(candidates(shapes), ROUNDS, warm=3)
         least, theirs = times["floor: copy 16 bytes a parameter"], times["the authors' formulation"]
         print(f"\n{title}\n{'':42}{'ms':>9}{'× floor':>9}{'authors ÷':>11}")
         for label, ms in times.items():

@@ -16,7 +16,10 @@ from dirprune.lab.comparison import CHOICES, Ended, Row, noted, shared
 from dirprune.lab.ranking import read_at
 from dirprune.lab.recipes import Recipe, differing
 from dirprune.lab.series import Planned, series
-from dirprune.lab.trials import Trial
+from dirprune.lab.trials import Trial, rounded
+
+MOST_VALUES = 8
+"""Of a knob, to which a sweep is widened: beyond that, more of the same is hardly what it lacks."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,6 @@ def compare(
         yield Progress(numbers[step.number - 1], step.epoch, step.note, row)
 
 
-MOST_VALUES = 8
-"""Of a knob, to which a sweep is widened: beyond that, more of the same is hardly what it lacks."""
-
-
 def wider(trials: Sequence[Trial], found: Sequence[Ended], sparsities: Sequence[float]) -> dict[str, list[float]]:
     """Return, by method, the values of its knob and one more to try, where its runs leave a sparsity unenclosed.
 
@@ -106,13 +105,9 @@ def _missing(rows: Sequence[Row], values: Sequence[float], sparsities: Sequence[
                 between.append((weaker[-1].value * stronger[0].value) ** 0.5)
             else:
                 beyond.append(2 * max(r.value for r in weaker) if weaker else min(r.value for r in stronger) / 2)
-        if new := [value for value in map(_rounded, [*beyond, *between]) if value not in values]:
+        if new := [value for value in map(rounded, [*beyond, *between]) if value not in values]:
             return new[0]
     return None
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.3g}")
 
 
 def _check_alike(out: Path, elsewhere: Sequence[Row], recipe: Recipe) -> None:

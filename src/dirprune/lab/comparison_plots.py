@@ -5,6 +5,7 @@ A method has the same colour in every figure; settings of one method differ in t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -96,12 +97,14 @@ def layerwise(layers: Sequence[LayerBar], *, title: str = "") -> Figure:
         by_method.setdefault(bar.method, []).append(bar)
     names = _shared_names(by_method)
     figure, every = plots.panels(len(by_method), columns=1, size=(2 * plots.PANEL[0], 0.85 + 1.5 / len(by_method)))
+    floor, top = _range(_percent(bar.sparsity for bar in layers))
+    heights = {label: np.minimum(_percent(bar.sparsity for bar in bars), top) for label, bars in by_method.items()}
     for axes, (label, bars) in zip(every, by_method.items(), strict=True):
-        for other in by_method.values():
-            axes.plot(_percent(bar.sparsity for bar in other), color=PALE, linewidth=0.5, zorder=1)
-        _draw_strip(axes, label, bars, _markers(layers))
+        for other in heights.values():
+            axes.plot(other, color=PALE, linewidth=0.5, zorder=1)
+        _draw_strip(axes, label, bars, heights[label], _markers(layers))
         axes.set_xlim(-0.7, len(names) - 0.3)
-        _scale_strip(axes, _percent(bar.sparsity for bar in layers))
+        _scale_strip(axes, floor, top)
         axes.set_xticks(range(len(names)), [])
         axes.tick_params(axis="x", length=0)
     every[-1].set_xticks(range(len(names)), names, rotation=90, fontsize=6 if len(names) < 60 else 4)
@@ -141,15 +144,18 @@ def method_of(label: str) -> str | None:
 
 def _side_by_side(curves: Sequence[Curve]) -> list[Curve]:
     """Return the curves with those points moved a little, by what is left, whose error bars share a sparsity."""
-    places: dict[int, list[int]] = {}
+    places: defaultdict[int, list[int]] = defaultdict(list)
+
+    def sharing_with(sparsity: float) -> list[int]:
+        return places[round(distance(0.0, sparsity) / _SIDE)]
+
     for i, curve in enumerate(curves):
         for sparsity, spread in zip(curve.sparsity, _spread(curve), strict=True):
-            sharing = places.setdefault(round(distance(0.0, sparsity) / _SIDE), [])
-            if spread > 0 and not curve.is_dense and i not in sharing:
-                sharing.append(i)
+            if spread > 0 and not curve.is_dense and i not in sharing_with(sparsity):
+                sharing_with(sparsity).append(i)
 
     def moved(i: int, sparsity: float) -> float:
-        sharing = places.get(round(distance(0.0, sparsity) / _SIDE), [])
+        sharing = sharing_with(sparsity)
         place = sharing.index(i) - (len(sharing) - 1) / 2 if i in sharing else 0.0
         aside = 1 - (1 - sparsity) * np.exp(-_SIDE * place)
         return float(max(aside, sparsity / 2))  # nothing is less than dense
@@ -199,10 +205,9 @@ def _draw_curve(axes: Axes, curve: Curve, variant: int, zorder: float) -> None:
     )
 
 
-def _draw_strip(axes: Axes, label: str, bars: Sequence[LayerBar], markers: Mapping[str, str]) -> None:
+def _draw_strip(axes: Axes, label: str, bars: Sequence[LayerBar], values: Array, markers: Mapping[str, str]) -> None:
     """Draw one method's line through all layers, and on it the marks of their kinds."""
     shade, _ = _style(label)
-    values = _percent(bar.sparsity for bar in bars)
     axes.plot(values, color=shade, linewidth=0.9, label="_" + label)  # the title names it, so the legend need not
     for kind, marker in markers.items():
         own = [i for i, bar in enumerate(bars) if bar.kind == kind]
@@ -242,21 +247,20 @@ def _scale_sparsity(axes: Axes, low: float, high: float) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _scale_strip(axes: Axes, values: Array) -> None:
-    """Make y logarithmic in what is left, from 0 or 50% on, where a layer is emptier than 97%; else linear."""
-    floor = 50 if min(values) >= 50 else 0
+def _range(values: Array) -> tuple[int, float]:
+    """Return where the axis of a strip begins, 0 or 50%, and ends: below 100% where a layer is emptier than 97%."""
     emptiest = max(values[values < 100], default=0.0)
-    if emptiest <= 97:
-        axes.set(ylim=(floor, 100), yticks=[floor, (floor + 100) // 2, 100])
-        return
-    top = 99.9 if emptiest > 99 else 99.0
-    ticks = [tick for tick in (floor, 90.0, 99.0, 99.9) if tick <= top]
-    axes.set_yscale("function", functions=(_from_percent, _to_percent))
+    return 50 if min(values) >= 50 else 0, 100 if emptiest <= 97 else 99.0 if emptiest <= 99 else 99.9
+
+
+def _scale_strip(axes: Axes, floor: int, top: float) -> None:
+    """Set the range of y, which is logarithmic in what is left if it ends below 100%."""
+    ticks = [floor, (floor + 100) // 2, 100] if top == 100 else [t for t in (floor, 90.0, 99.0, 99.9) if t <= top]
+    if top < 100:
+        axes.set_yscale("function", functions=(_from_percent, _to_percent))
+        axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylim(floor, top)
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.yaxis.set_minor_locator(NullLocator())
-    for line in axes.lines:
-        line.set_ydata(np.minimum(np.asarray(line.get_ydata(), dtype=np.float64), top))
 
 
 def _spread(curve: Curve) -> Array:

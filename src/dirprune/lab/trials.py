@@ -231,7 +231,12 @@ def default_sweep(contestant: Contestant, recipe: Recipe, batches: int) -> list[
         return []
     factors, strength = strengths[contestant.method]
     unit = strength()
-    return [float(f"{factor * unit:.3g}") for factor in factors]
+    return [rounded(factor * unit) for factor in factors]
+
+
+def rounded(value: float) -> float:
+    """Return a value of a knob to three digits, as it stands in the name of its run."""
+    return float(f"{value:.3g}")
 
 
 def final_threshold(recipe: Recipe, batches: int) -> float:

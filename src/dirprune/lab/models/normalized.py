@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -87,9 +87,14 @@ def _hooked(module: nn.Module) -> bool:
     return any(hooks) or "forward" in module.__dict__
 
 
+def _is_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether the layer does what torch's convolution does, and nothing else."""
+    return type(layer) is nn.Conv2d and not _hooked(layer)
+
+
 def _parted(layer: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return what the layer gives without its bias, and the bias as autocast would round it."""
-    if type(layer) is nn.Conv2d and layer.bias is not None and not _hooked(layer):
+    if _is_convolution(layer) and layer.bias is not None:
         unbiased = layer._conv_forward(inputs, layer.weight, None)
         return unbiased.contiguous(memory_format=torch.channels_last), layer.bias.to(unbiased.dtype)
     return layer(inputs).contiguous(memory_format=torch.channels_last), None
@@ -104,20 +109,18 @@ def _rectified(x: Tensor, offset: Tensor | None, norm: nn.BatchNorm2d) -> Tensor
     return y
 
 
-def _folds(layer: nn.Module, inputs: Tensor) -> bool:
+def _folds(layer: nn.Module, inputs: Tensor) -> TypeGuard[nn.Conv2d]:
     """Whether the layer is a convolution that cuDNN can end with a relu, in the low precision that is read anyway."""
     return (
-        type(layer) is nn.Conv2d
-        and not _hooked(layer)
+        _is_convolution(layer)
         and layer.padding_mode == "zeros"
         and not isinstance(layer.padding, str)
         and inputs.dtype in (torch.bfloat16, torch.float16)
     )
 
 
-def _folded(layer: nn.Module, norm: nn.BatchNorm2d, inputs: Tensor) -> Tensor:
+def _folded(layer: nn.Conv2d, norm: nn.BatchNorm2d, inputs: Tensor) -> Tensor:
     """Return the layer's result with the running statistics in its weights, which are rounded as by autocast first."""
-    assert isinstance(layer, nn.Conv2d)
     assert norm.running_mean is not None
     assert norm.running_var is not None
     scale = norm.weight / torch.sqrt(norm.running_var + norm.eps)
