@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import ttest_rel
 from test_cli import call, objects
 from test_train import Breaking, numbers
 from torch import nn
@@ -23,7 +24,7 @@ from dirprune import GRDA
 from dirprune.lab import baselines, checkpoint, cli_compare, compare, comparison, console, recipes, runs, series, trials
 from dirprune.lab.baselines import Grda, Rda, amc
 from dirprune.lab.experiment import assemble
-from dirprune.lab.ranking import Point, rank, read_at
+from dirprune.lab.ranking import Point, paired_gap, rank, read_at
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.reward import Reward
 from dirprune.lab.schedules import Schedule
@@ -386,6 +387,36 @@ def test_a_seed_without_runs_around_a_sparsity_does_not_speak_for_its_method() -
     assert (standing.rank, standing.seeds, standing.accuracy.mean) == (1, 1, 90.0)
 
 
+def test_the_gap_to_dense_training_is_that_of_a_paired_t_test() -> None:
+    pruned, dense = {0: 93.1, 1: 94.0, 2: 93.2, 7: 91.0}, {2: 93.9, 1: 94.1, 0: 93.5, 5: 99.0}
+    gap, margin = paired_gap(pruned, dense)  # over the seeds that both have
+    expected = ttest_rel([93.1, 94.0, 93.2], [93.5, 94.1, 93.9]).confidence_interval(0.95)
+    assert (gap - margin, gap + margin) == pytest.approx((expected.low, expected.high))
+
+
+def test_one_seed_tells_a_gap_and_not_how_sure_it_is() -> None:
+    gap, margin = paired_gap({0: 93.0}, {0: 94.0})
+    assert gap == -1.0
+    assert math.isnan(margin)
+    assert all(map(math.isnan, paired_gap({0: 93.0}, {1: 94.0})))
+
+
+def test_the_ranking_tells_what_pruning_costs_against_dense_training_of_the_same_seeds() -> None:
+    accuracies = {("sgd", 0): 95.0, ("sgd", 1): 96.0, ("rigl", 0): 94.0, ("rigl", 1): 95.5}
+    planned = trials_of(sparsities=(0.9,), seeds=2)
+    rows = [
+        ended(trial, trial.value or 0.0, test_accuracy=accuracies[trial.contestant.name, trial.recipe.seed])
+        for trial in planned
+    ]
+    first, pruned = comparison.ranking(rows, [0.9])
+    assert (pruned.gap, pruned.seeds) == (-0.75, 2)
+    assert pruned.gap_margin == pytest.approx(0.25 * 12.706, abs=1e-3)  # of one degree of freedom
+    assert math.isnan(first.gap)
+    assert "-0.75 ± 3.18" in pruned.cells()
+    assert "95% confidence" in " ".join(comparison.notes(rows))
+    assert "95% confidence" not in " ".join(comparison.notes(rows[1:2]))  # of a pruned network alone
+
+
 # ---- how they are run
 
 
@@ -677,7 +708,8 @@ def test_the_table_can_be_read_at_a_narrow_terminal(tmp_path: Path, monkeypatch:
     names = [name for name in trials.CONTESTANTS if name != "sgd"]
     rows = [
         comparison.RankRow(
-            asked, place, name, asked, 98.76 - place, 10.12, 3, "decay=0.0515 (79.2%) – c=1", 7300.0, 10240.0
+            *(asked, place, name, asked, 98.76 - place, 10.12, -10.34 - place, 10.56),
+            *(3, "decay=0.0515 – 0.103 (79.2–88.1%)", 7300.0, 10240.0),
         )
         for asked in (0.8, 0.9)
         for place, name in enumerate(names)
@@ -691,7 +723,8 @@ def test_the_table_can_be_read_at_a_narrow_terminal(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(comparison, "write", lambda *_: [])
     lines = call("compare", "--no-train", "--sparsity", "0.8,0.9,0.9", "--out", tmp_path).stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    assert sum("± 10.12" in line for line in lines) == len(rows)  # a line each, and no sparsity twice
+    for number in ("± 10.12", "± 10.56"):
+        assert sum(number in line for line in lines) == len(rows), number  # a line each, and no sparsity twice
 
 
 def test_published_numbers_are_drawn_without_a_run(tmp_path: Path) -> None:

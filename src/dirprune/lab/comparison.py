@@ -21,7 +21,7 @@ from dirprune.lab import comparison_plots, plots, recipes, runs
 from dirprune.lab.comparison_plots import layer_bars
 from dirprune.lab.experiment import FREE_TO_CHANGE
 from dirprune.lab.ledger import departures
-from dirprune.lab.ranking import Point, rank
+from dirprune.lab.ranking import Point, paired_gap, rank
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.report import Spread, duration
 from dirprune.lab.runs import Outcome, Run
@@ -129,7 +129,9 @@ class LayerRow:
 class RankRow:
     """A method at an asked sparsity, over its seeds; see `dirprune.lab.ranking.Standing`.
 
-    Costs are means over all its runs. Dense training stands at sparsity 0, before all others, with rank 0.
+    ``gap`` is the difference to dense training of the same seeds, in points, and ``gap_margin`` half the length of its
+    95% confidence interval; nan where it is not known. Costs are means over all its runs. Dense training stands at
+    sparsity 0, before all others, with rank 0.
     """
 
     asked_sparsity: float
@@ -138,6 +140,8 @@ class RankRow:
     sparsity: float
     test_accuracy: float
     test_accuracy_std: float
+    gap: float
+    gap_margin: float
     seeds: int
     source: str
     seconds: float
@@ -145,19 +149,19 @@ class RankRow:
 
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, by `COLUMNS`."""
-        spread = Spread(self.test_accuracy, None if math.isnan(self.test_accuracy_std) else self.test_accuracy_std)
         return (
             str(self.rank or "–"),
             known_as(self.method).title,
             self.source,
-            spread.text(2),
+            _with_margin(f"{self.test_accuracy:.2f}", self.test_accuracy_std),
+            "" if math.isnan(self.gap) else _with_margin(f"{round(self.gap, 2) + 0.0:+.2f}", self.gap_margin),
             str(self.seeds),
             duration(self.seconds),
             "–" if math.isnan(self.peak_memory_mib) else f"{self.peak_memory_mib:.0f}",
         )
 
 
-COLUMNS = ("rank", "method", "from", "test accuracy (%)", "seeds", "a run took", "MiB")
+COLUMNS = ("rank", "method", "from", "test accuracy (%)", "− dense (95%)", "seeds", "a run took", "MiB")
 SPARE = ("MiB", "seeds", "a run took")
 """The columns that a narrow terminal goes without, the first of them first."""
 
@@ -226,12 +230,13 @@ def ranking(found: Iterable[Ended], sparsities: Iterable[float]) -> list[RankRow
     dense = [each.row for each in whole if each.row.is_dense]
     rows = []
     if dense:
-        accuracy = Spread.of([row.test_accuracy for row in dense])
-        rows.append(RankRow(0.0, 0, "sgd", 0.0, *_both(accuracy), len(dense), "dense", *_costs(dense)))
+        accuracy = _both(Spread.of([row.test_accuracy for row in dense]))
+        rows.append(RankRow(0.0, 0, "sgd", 0.0, *accuracy, math.nan, math.nan, len(dense), "dense", *_costs(dense)))
+    by_seed = {row.seed: row.test_accuracy for row in dense}
     for place in rank([each.row.point for each in whole if not each.row.is_dense], sparsities):
         costs = _costs([each.row for each in whole if each.row.method == place.method])
-        numbers = (place.sparsity, *_both(place.accuracy), place.seeds, place.source, *costs)
-        rows.append(RankRow(place.asked, place.rank, place.method, *numbers))
+        numbers = (place.sparsity, *_both(place.accuracy), *paired_gap(place.accuracies, by_seed))
+        rows.append(RankRow(place.asked, place.rank, place.method, *numbers, place.seeds, place.source, *costs))
     return rows
 
 
@@ -274,6 +279,14 @@ def notes(found: Sequence[Ended]) -> list[str]:
         f"{' (RigL divides its own by √density)' if 'rigl' in costs else ''}. Beside them:",
         *(f"  {name}: {cost}" for name, cost in costs.items()),
         *(
+            [
+                "− dense: the difference to dense training of the same seeds, in points, ± its 95% confidence interval "
+                "over seeds; one that holds 0 does not tell the two apart."
+            ]
+            if "sgd" in costs
+            else []
+        ),
+        *(
             ["Memory is measured on a GPU alone: what a process takes of a computer's says little about one run of it."]
             if all(math.isnan(each.row.peak_memory_mib) for each in found)
             else []
@@ -285,6 +298,10 @@ def notes(found: Sequence[Ended]) -> list[str]:
         ),
         *(f"{each.row.run} diverged: {each.row.diverged}" for each in found if each.row.diverged),
     ]
+
+
+def _with_margin(mean: str, margin: float) -> str:
+    return mean if math.isnan(margin) else f"{mean} ± {margin:.2f}"
 
 
 def _both(spread: Spread) -> tuple[float, float]:

@@ -9,7 +9,7 @@ apart, one of which may have lost everything: there the nearest one is shown, un
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dirprune.lab.report import Spread
@@ -51,17 +51,24 @@ class Reading:
 class Standing:
     """A method at an asked sparsity, over its seeds; rank 0 is that of a method without runs around it.
 
-    ``sparsity`` is where the accuracy was read: the asked one, or that of sparser or of the nearest runs; ``source``
-    names the runs of the first seed.
+    ``sparsity`` is where the accuracies, by seed, were read: the asked one, or that of sparser or of the nearest runs;
+    ``source`` names the runs of the first seed.
     """
 
     asked: float
     rank: int
     method: str
     sparsity: float
-    accuracy: Spread
-    seeds: int
+    accuracies: Mapping[int, float]
     source: str
+
+    @property
+    def accuracy(self) -> Spread:
+        return Spread.of(list(self.accuracies.values()))
+
+    @property
+    def seeds(self) -> int:
+        return len(self.accuracies)
 
 
 def read_at(points: Sequence[Point], sparsity: float) -> Reading:
@@ -70,7 +77,7 @@ def read_at(points: Sequence[Point], sparsity: float) -> Reading:
     >>> points = [Point("grda", "c=1", 0, 0.9, 94.0), Point("grda", "c=2", 0, 0.975, 92.0)]
     >>> reading = read_at(points, 0.95)  # what is left is halved, then halved again
     >>> round(reading.accuracy, 9), reading.source
-    (93.0, 'c=1 (90.0%) – c=2 (97.5%)')
+    (93.0, 'c=1 – 2 (90.0–97.5%)')
     >>> read_at(points, 0.99).is_there
     False
     """
@@ -85,7 +92,7 @@ def read_at(points: Sequence[Point], sparsity: float) -> Reading:
         return Reading(nearest.sparsity, nearest.accuracy, f"nearest run: {_name(nearest)}", is_there=False)
     way = distance(below.sparsity, sparsity) / distance(below.sparsity, above.sparsity)
     accuracy = below.accuracy + way * (above.accuracy - below.accuracy)
-    return Reading(sparsity, accuracy, f"{_name(below)} – {_name(above)}", is_there=True)
+    return Reading(sparsity, accuracy, _between(below, above), is_there=True)
 
 
 def rank(points: Iterable[Point], sparsities: Iterable[float]) -> list[Standing]:
@@ -101,25 +108,52 @@ def rank(points: Iterable[Point], sparsities: Iterable[float]) -> list[Standing]
     return standings
 
 
+def paired_gap(accuracies: Mapping[int, float], dense: Mapping[int, float]) -> tuple[float, float]:
+    """Return how far a method is from dense training, over the seeds that both have, and how surely that is known.
+
+        d̄ ± t(0.975, n−1) · s/√n,   mean d̄ and standard deviation s of the n differences
+
+    Runs of one seed share their first weights and their minibatches, so that the difference is taken seed by seed. The
+    second number is half the length of the 95% confidence interval, nan for one seed; both are nan without any.
+
+    >>> gap, margin = paired_gap({0: 93.0, 1: 94.0, 2: 93.5}, {0: 94.0, 1: 94.0, 2: 94.0})
+    >>> round(gap, 3), round(margin, 3)
+    (-0.5, 1.242)
+    """
+    from scipy.special import stdtrit
+
+    differences = [accuracy - dense[seed] for seed, accuracy in accuracies.items() if seed in dense]
+    if not differences:
+        return math.nan, math.nan
+    spread, n = Spread.of(differences), len(differences)
+    return spread.mean, math.nan if spread.std is None else float(stdtrit(n - 1, 0.975)) * spread.std / math.sqrt(n)
+
+
 def _stand(asked: float, method: str, seeds: dict[int, list[Point]]) -> Standing:
     """Return a method's standing over the seeds that have runs around the sparsity, its rank 1; 0 if none has."""
-    every = [read_at(points, asked) for _, points in sorted(seeds.items())]
-    there = [reading for reading in every if reading.is_there]
+    every = {seed: read_at(points, asked) for seed, points in sorted(seeds.items())}
+    there = {seed: reading for seed, reading in every.items() if reading.is_there}
     readings = there or every
-    sparsity = Spread.of([reading.sparsity for reading in readings]).mean
+    sparsity = Spread.of([reading.sparsity for reading in readings.values()]).mean
+    first = next(iter(readings.values()))
     return Standing(
         asked=asked,
         rank=int(bool(there)),
         method=method,
         sparsity=sparsity,
-        accuracy=Spread.of([reading.accuracy for reading in readings]),
-        seeds=len(readings),
-        source=readings[0].source if there or len(every) == 1 else f"nearest runs, {sparsity:.1%} on average",
+        accuracies={seed: reading.accuracy for seed, reading in readings.items()},
+        source=first.source if there or len(every) == 1 else f"nearest runs, {sparsity:.1%} on average",
     )
 
 
 def _with_rank(standing: Standing, place: int) -> Standing:
     return replace(standing, rank=place) if standing.rank else standing
+
+
+def _between(below: Point, above: Point) -> str:
+    knob, _, first = below.setting.partition("=")
+    last = above.setting.removeprefix(f"{knob}=")
+    return f"{knob}={first} – {last} ({100 * below.sparsity:.1f}–{100 * above.sparsity:.1f}%)"
 
 
 def _name(point: Point) -> str:
