@@ -89,6 +89,23 @@ def run_fsdp(rank: int, folder: Path) -> None:
         optimizer.load_state_dict(alone(1)[1].state_dict())
 
 
+def run_fsdp_clamped(rank: int, folder: Path) -> None:
+    """Parameters that others write to between steps, on shards and on whole tensors."""
+    model, optimizer = sharded()
+    whole = network()
+    other = GRDA(whole.parameters(), **OPTIONS)
+    for steps in (range(6), range(6, 12)):
+        versions = [p._version for p in model.parameters()]
+        train(model, optimizer, steps, rank, 2)
+        assert all(p._version > version for p, version in zip(model.parameters(), versions, strict=True))
+        train(whole, other, steps)
+        with torch.no_grad():
+            for p in (*model.parameters(), *whole.parameters()):
+                p.clamp_(-0.1, 0.05)
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
 def run_fsdp_save(rank: int, folder: Path) -> None:
     model, optimizer = sharded()
     train(model, optimizer, range(6), rank, 2)
@@ -127,7 +144,7 @@ def spawn(job: Callable[[int, Path], None], folder: Path) -> None:
     mp.spawn(worker, args=(job, folder / "state", str(folder / f"rendezvous-{job.__name__}")), nprocs=2)
 
 
-@pytest.mark.parametrize("job", [run_ddp, run_fsdp])
+@pytest.mark.parametrize("job", [run_ddp, run_fsdp, run_fsdp_clamped])
 def test_two_processes_equal_one(job: Callable[[int, Path], None], tmp_path: Path) -> None:
     spawn(job, tmp_path)
     assert float(alone(12)[1].state_dict()["state"][0]["step"]) == 12

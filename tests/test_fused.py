@@ -416,3 +416,68 @@ def test_the_compiled_kernel_moves_16_bytes_a_thread() -> None:
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", VECTORS], capture_output=True, text=True, check=True, env=compiling)
     assert done.stdout.split() == ["2.0", "2.0"]
+
+
+@pytest.mark.parametrize("path", FUSED)
+def test_memory_beside_a_parameter_that_was_resized_is_left_alone(path: dict[str, Any]) -> None:
+    flat = torch.zeros(6, device=DEVICE)
+    weight = nn.Parameter(torch.ones(6, device=DEVICE))
+    optimizer = GRDA([weight], lr=0.1, c=0.0, **path)
+    for memory in (weight.data, flat[:2], weight.data[:1]):
+        weight.data, weight.grad = memory, torch.ones_like(memory)
+        if memory.numel() == 6:
+            optimizer.step()
+            continue
+        with pytest.raises(RuntimeError, match=r"had the shape \(6,\)"):
+            optimizer.step()
+    assert not flat.any()
+
+
+@pytest.mark.parametrize("path", FUSED)
+def test_accumulators_of_several_precisions_share_no_launch(path: dict[str, Any]) -> None:
+    early, late = (nn.Parameter(torch.ones(8, dtype=dtype, device=DEVICE)) for dtype in (torch.float32, torch.float64))
+    optimizer = GRDA([early, late], lr=0.1, c=0.0, **path)
+    early.grad = torch.ones_like(early)
+    optimizer.step()
+    early.data = early.data.double()  # as by model.double(); its accumulator stays
+    early.grad, late.grad = (torch.ones(8, dtype=torch.float64, device=DEVICE) for _ in range(2))
+    optimizer.step()
+    torch.testing.assert_close(late.detach(), torch.full_like(late, 0.9))
+    torch.testing.assert_close(early.detach(), torch.full_like(early, 0.8), rtol=1e-6, atol=0)
+
+
+def test_a_state_in_another_memory_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(4, device=DEVICE))
+    optimizer = GRDA([weight], lr=0.1, fused=True)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    optimizer.state[weight]["accumulator"] = torch.ones(4, device="meta")
+    with pytest.raises(RuntimeError, match=r"state on meta; move the model first"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("path", FUSED)
+def test_autograd_sees_what_the_kernel_writes(path: dict[str, Any]) -> None:
+    weight = nn.Parameter(torch.tensor([2.0], device=DEVICE))
+    optimizer = GRDA([weight], lr=0.1, c=0.0, **path)
+    loss = (weight * weight).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("path", FUSED)
+def test_weights_that_others_write_are_where_the_next_step_starts(path: dict[str, Any]) -> None:
+    common = {"lr": 0.05, "c": 0.2, "mu": 0.6, "momentum": 0.9}
+    fused_params, plain_params = on_device(), on_device()
+    fused, plain = GRDA(fused_params, **common, **path), GRDA(plain_params, **common, foreach=False, fused=False)
+    for start in (0, 3, 6):
+        step_both((fused, fused_params), (plain, plain_params), range(start, start + 3))
+        with torch.no_grad():
+            for p in (*fused_params, *plain_params):
+                p.clamp_(-0.5, 0.3)
+    step_both((fused, fused_params), (plain, plain_params), range(9, 11))
+    for p, q in zip(fused_params, plain_params, strict=True):
+        torch.testing.assert_close(p, q)
+        assert (p <= 0.5).all()  # and not where the accumulators would have gone without

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dirprune.state import check_shapes
+
 CHUNK = 8192
 """Elements that one program takes: enough to make up for reading where they lie and computing the threshold."""
 BLOCK = 1024
@@ -240,6 +242,7 @@ class Launcher:
                 _grda_kernel[grid](*arguments, **kinds, CHUNK=CHUNK, BLOCK=BLOCK, **_COMPILATION)
         for p, w, _ in moved:
             p.copy_(w)
+        torch.autograd.graph.increment_version(params)  # autograd does not see what a kernel writes
 
     def _plan(
         self,
@@ -251,15 +254,17 @@ class Launcher:
         flags: dict[str, bool],
     ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[tuple[Tensor, ...]]]:
         """Return the arguments of the launches, and (parameter, its copy, its gradient's) where layouts differ."""
-        kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = {}
-        for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-            kinds.setdefault((p.device, p.dtype, g.dtype), []).append(i)
+        check_shapes(params, state[0])
+        kinds: dict[tuple[torch.device, torch.dtype, torch.dtype, torch.dtype], list[int]] = {}
+        for i, (p, g, v) in enumerate(zip(params, grads, state[0], strict=True)):
+            kinds.setdefault((p.device, p.dtype, g.dtype, v.dtype), []).append(i)
         launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         moved: list[tuple[Tensor, ...]] = []
-        for (device, param_dtype, grad_dtype), members in kinds.items():
+        for (device, param_dtype, grad_dtype, state_dtype), members in kinds.items():
             rows = []
             for i in members:
-                v, buffer, step, threshold = (tensors[i] for tensors in state)
+                v, buffer, step, threshold = held = [tensors[i] for tensors in state]
+                _check_device(device, grads[i], *held)
                 w, g = (
                     t if _same_layout(t, v) else torch.empty_like(v, dtype=t.dtype).copy_(t)
                     for t in (params[i], grads[i])
@@ -274,7 +279,7 @@ class Launcher:
             types = {
                 "PARAM": _TRITON[param_dtype],
                 "GRAD": _TRITON[grad_dtype],
-                "STATE": _TRITON[state[0][members[0]].dtype],
+                "STATE": _TRITON[state_dtype],
             }
             aligned = all(address % 16 == 0 for row in rows for address in row[:4])
             arguments = (table, tensor, index, count, arrivals, lr if isinstance(lr, Tensor) else table)
@@ -325,11 +330,22 @@ def _whereabouts(per_element: Sequence[Sequence[Tensor]], scalars: Sequence[Sequ
     """Yield what decides where the kernel reads and writes; by `map`, because every step asks it of every tensor."""
     for tensors in per_element:
         yield list(map(Tensor.data_ptr, tensors))
+    yield list(map(Tensor.numel, per_element[0]))
     for tensors in per_element[:2]:  # parameters and gradients, which others own
         yield list(map(Tensor.stride, tensors))
         yield list(map(_DTYPE, tensors))
     for numbers in scalars:  # held while their addresses are in use, so that identity is enough
         yield list(map(id, numbers))
+
+
+def _check_device(device: torch.device, *tensors: Tensor) -> None:
+    """Raise unless all lie there: an address of another memory would be read as one of this."""
+    for tensor in tensors:
+        if tensor.device != device:
+            raise RuntimeError(
+                f"a parameter is on {device}, and its gradient or a part of its state on {tensor.device}; move the "
+                "model first, then load the state by load_state_dict, which puts it in its place"
+            )
 
 
 def _stream(device: torch.device) -> int:

@@ -57,8 +57,8 @@ def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias",
 
 
 def _is_bias(name: str) -> bool:
-    """Tell whether a parameter's own name says so: bias, in_proj_bias, bias_ih_l0, bias_k."""
-    own = name.rpartition(".")[2]
+    """Tell whether a parameter's own name says so: bias, in_proj_bias, bias_ih_l0, parametrizations.bias.original."""
+    own = re.sub(r"parametrizations\.(\w+)\.original\d*$", r"\1", name).rpartition(".")[2]
     return own.endswith("bias") or "bias" in own.split("_")
 
 

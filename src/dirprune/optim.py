@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from dirprune.options import MACHINE, MATHEMATICS, check_options, number, place_lr, set_lrs
-from dirprune.state import check_state, first_state, place_states, put_state
+from dirprune.state import adopt_weights, check_shapes, check_state, first_state, place_states, put_state
 from dirprune.update import grda
 
 _PLAIN = {Tensor, nn.Parameter}
 # Asked of every tensor at every step, by `map`: a loop in Python would take longer than the update on the device.
-_DEVICE, _IS_SPARSE = attrgetter("device"), attrgetter("is_sparse")
+_IS_SPARSE, _VERSION = attrgetter("is_sparse"), attrgetter("_version")
 
 
 class GRDA(Optimizer):
@@ -37,8 +37,9 @@ class GRDA(Optimizer):
     With a constant rate τₙ = c √γ (nγ)^μ. ``c = 0`` is SGD; ``mu = 1`` with ``c = λ/√γ`` is ℓ₁-RDA. With momentum m, γ
     in τ is the effective rate γ/(1−m), so that ``c`` and ``mu`` mean the same with and without it.
 
-    The accumulator is the state that trains, and the parameters follow from it: what else writes to a parameter after
-    its first step is overwritten by the next. To go on from other weights, make a new optimizer.
+    The accumulator is the state that trains, and the parameters follow from it. Where something else writes to a
+    parameter in place, as `nn.Module.load_state_dict` does, the next step starts from the nearest accumulator that
+    gives those weights. What is written through ``.data`` or into a CUDA graph's memory is not seen, and overwritten.
 
     Args:
         params: parameters or parameter groups, as for any torch optimizer; see also `prunable_groups`.
@@ -89,6 +90,7 @@ class GRDA(Optimizer):
         }
         check_options(defaults)
         self._launchers: dict[tuple[int, torch.device], Any] = {}
+        self._versions: dict[int, list[int]] = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -105,6 +107,7 @@ class GRDA(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._versions = {}
         self.__dict__.setdefault("_launchers", {})  # a load keeps them: captured graphs read their tables
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -129,6 +132,8 @@ class GRDA(Optimizer):
             set_lrs(self.param_groups, rates)
             for p, state in placed.items():
                 put_state(self.state[p], before.get(p, {}), state)
+            for index, group in enumerate(self.param_groups):
+                self._versions[index] = _versions(group)
 
         # torch casts every state tensor to its parameter's dtype. These two undo that: the first as the last hook
         # before loading, so that it sees what others made of the state; the second as the first one after it.
@@ -150,7 +155,7 @@ class GRDA(Optimizer):
         into a lower precision.
         """
         state: dict[str, Any] = self.state[p]
-        if not state:
+        if "accumulator" not in state:  # a wrapper may keep things of its own there
             state.update(first_state(p, _scalar_device(group, p)))
         return state
 
@@ -170,7 +175,9 @@ class GRDA(Optimizer):
             grad = p.grad
             if grad is None:
                 continue
-            state = self.state[p] or self.begin(p, group)
+            state = self.state[p]
+            if "accumulator" not in state:
+                self.begin(p, group)
             step, threshold = state["step"], state["threshold"]
             if threshold.is_cuda != step.is_cuda:  # torch.compile moves a "step" to the GPU by itself
                 state["threshold"] = threshold = threshold.to(step.device)
@@ -184,6 +191,7 @@ class GRDA(Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(state["accumulator"])
                 buffers.append(state["momentum_buffer"])
         if not _PLAIN.issuperset(map(type, chain(params, grads, accumulators, buffers))):
+            torch.autograd.graph.increment_version(params)  # whose shards are written behind autograd's back
             grads[:] = map(_laid_out, grads, params)
             for tensors in (params, grads, accumulators, buffers):
                 tensors[:] = map(_local, tensors)
@@ -202,6 +210,7 @@ class GRDA(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for index, group in enumerate(self.param_groups):
+            self._adopt(index, group)
             params: list[Tensor] = []
             grads: list[Tensor] = []
             accumulators: list[Tensor] = []
@@ -212,7 +221,20 @@ class GRDA(Optimizer):
             lists = (params, grads, accumulators, buffers, steps, thresholds)
             for on_one_device in _by_device(lists):
                 self._update(index, group, *on_one_device)
+            if not torch.compiler.is_compiling():
+                self._versions[index] = _versions(group)
         return loss
+
+    def _adopt(self, index: int, group: dict[str, Any]) -> None:
+        """Let the accumulators follow what others wrote to the parameters since the last step."""
+        if torch.compiler.is_compiling() or index not in self._versions:
+            return
+        before, now = self._versions[index], _versions(group)
+        if before == now or _is_capturing(group["params"][0]):
+            return
+        for p, old, new in zip(group["params"], before, now, strict=False):
+            if old != new and "accumulator" in self.state[p]:
+                adopt_weights(p, self.state[p])
 
     def _update(self, index: int, group: dict[str, Any], params: list[Tensor], *lists: list[Tensor]) -> None:
         """Step the parameters of a group that lie on one device."""
@@ -222,6 +244,8 @@ class GRDA(Optimizer):
         if path == "fused":
             self._launcher(index, params[0].device)(params, *lists, **options)
         else:
+            if not torch.compiler.is_compiling():
+                check_shapes(params, lists[1])
             grda(params, *lists, **options, foreach=path == "foreach", capturable=group["capturable"])
 
     def _launcher(self, index: int, device: torch.device) -> Any:
@@ -238,18 +262,27 @@ def _by_device(lists: tuple[list[Tensor], ...]) -> list[list[list[Tensor]]]:
     params = lists[0]
     if not params:
         return []
-    if torch.compiler.is_compiling() or len(devices := dict.fromkeys(map(_DEVICE, params))) == 1:
+    if torch.compiler.is_compiling() or len(set(map(Tensor.get_device, params))) == 1:
         return [list(lists)]
     split = []
-    for device in devices:
+    for device in dict.fromkeys(p.device for p in params):
         members = [i for i, p in enumerate(params) if p.device == device]
         split.append([[tensors[i] for i in members] if tensors else [] for tensors in lists])
     return split
 
 
+def _versions(group: dict[str, Any]) -> list[int]:
+    """Return how often each parameter has been written to in place, as autograd counts it."""
+    return list(map(_VERSION, group["params"]))
+
+
+def _is_capturing(p: Tensor) -> bool:
+    return p.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _refuse_capture(group: dict[str, Any], p: Tensor) -> None:
     """Raise if a CUDA graph would freeze the rate and the threshold."""
-    if p.is_cuda and not group["capturable"] and torch.cuda.is_current_stream_capturing():
+    if not group["capturable"] and _is_capturing(p):
         raise RuntimeError(
             "a CUDA graph of this step would repeat one learning rate and one threshold for ever; make the optimizer "
             "with capturable=True"
@@ -306,7 +339,13 @@ def _check_parameters(group: dict[str, Any]) -> None:
         if p.is_complex():
             raise ValueError(
                 f"params: parameter {index} is complex ({p.dtype}, shape {tuple(p.shape)}), and a soft threshold needs "
-                "an order; optimize torch.view_as_real(parameter) instead, or leave it to another optimizer"
+                "an order; keep it as a real tensor of shape (…, 2) and call torch.view_as_complex in forward, or "
+                "leave it to another optimizer"
+            )
+        if p.layout is not torch.strided:
+            raise ValueError(
+                f"params: parameter {index} is stored as {p.layout}, and pruned weights are zeros of a dense tensor; "
+                "give parameter.to_dense()"
             )
     obstacle = _fused_obstacle([_local(p) for p in group["params"]]) if group["fused"] else None
     if obstacle:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter, ne
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from dirprune.options import MACHINE, check_options
 
 _PER_ELEMENT = ("accumulator", "momentum_buffer")
 _PER_PARAMETER = ("step", "threshold")
+_SHAPE = attrgetter("shape")
 
 
 def first_state(p: Tensor, scalar_device: torch.device) -> dict[str, Tensor]:
@@ -98,7 +101,8 @@ def place_states(
 
 
 def _place_state(saved: dict[str, Any], p: Tensor, scalar_device: torch.device) -> dict[str, Any]:
-    placed: dict[str, Any] = {}
+    own = (*_PER_ELEMENT, *_PER_PARAMETER)
+    placed = {key: copy.deepcopy(value) for key, value in saved.items() if key not in own}  # a wrapper's things
     for key in _PER_ELEMENT:
         if saved.get(key) is not None:
             # In the parameter's memory layout, not in that of the model it was saved from: the kernel counts on it.
@@ -113,9 +117,37 @@ def put_state(state: dict[str, Any], before: dict[str, Any], loaded: dict[str, A
     state.clear()
     for key, value in loaded.items():
         own = before.get(key)
-        fits = own is not None and _kind(own) == _kind(value)
-        state[key] = own.copy_(value) if fits else value  # type: ignore[union-attr]
+        if isinstance(own, Tensor) and isinstance(value, Tensor) and _kind(own) == _kind(value):
+            value = own.copy_(value)
+        state[key] = value
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def check_shapes(params: Sequence[Tensor], accumulators: Sequence[Tensor]) -> None:
+    """Raise if a parameter is not as large as its accumulator: a step would resize it, or write past its end."""
+    if any(map(ne, map(_SHAPE, params), map(_SHAPE, accumulators))):
+        p, v = next((p, v) for p, v in zip(params, accumulators, strict=True) if p.shape != v.shape)
+        raise RuntimeError(
+            f"a parameter of shape {tuple(p.shape)} had the shape {tuple(v.shape)} when its accumulator was made; make "
+            "a new optimizer after resizing parameters"
+        )
+
+
+@torch.no_grad()
+def adopt_weights(p: Tensor, state: dict[str, Any]) -> None:
+    """Move the accumulator to the nearest one that gives the weights that p has now.
+
+        v ← argmin |u − v| over the u with sign(u)·max(|u| − τ, 0) = w
+
+    which is w + sign(w)·τ where w ≠ 0, v cut to ±τ where w = 0, and v itself where it gives w already, after rounding
+    to the precision of the weights. Nothing waits for the device.
+    """
+    w, v = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (p, state["accumulator"]))
+    tau = state["threshold"].to(v)
+    inside = v.clamp(-tau, tau)
+    wide = w.to(v.dtype)
+    nearest = torch.where(wide == 0, inside, wide + wide.sign() * tau)
+    v.copy_(torch.where((v - inside).to(w.dtype) == w, v, nearest))

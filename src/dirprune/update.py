@@ -49,7 +49,7 @@ def grda(
         "weight_decay": weight_decay,
         "maximize": maximize,
     }
-    if capturable or torch.compiler.is_compiling() or steps[0].device.type != "cpu":
+    if capturable or not _are_numbers(steps):
         grow_thresholds(steps, thresholds, lr=lr, c=c, mu=mu, momentum=momentum)
         _single_tensor_grda(params, grads, accumulators, buffers, thresholds, lr=lr, **options)
         return
@@ -81,7 +81,7 @@ def grow_thresholds(
 
     Schedulers that end at 0 end slightly below it by rounding, where γ^(μ+½) is no number: such a rate grows nothing.
     """
-    if isinstance(lr, Tensor) or torch.compiler.is_compiling() or steps[0].device.type != "cpu":
+    if isinstance(lr, Tensor) or not _are_numbers(steps):
         torch._foreach_add_(list(steps), 1.0)
         if c:
             n = torch.stack(tuple(steps))
@@ -96,6 +96,11 @@ def grow_thresholds(
         rate = max(lr, 0.0) / (1 - momentum)
         grown = {n: scalar(growth(n, rate=rate, c=c, mu=mu)) for n in set(counts)}  # usually one
         torch._foreach_add_(list(thresholds), [grown[n] for n in counts])
+
+
+def _are_numbers(scalars: Sequence[Tensor]) -> bool:
+    """Whether the host can read these now: they are neither on a device, nor traced, nor fake."""
+    return not torch.compiler.is_compiling() and scalars[0].is_cpu and type(scalars[0]) is Tensor
 
 
 def _single_tensor_grda(
