@@ -162,3 +162,39 @@ def test_connections_that_are_there_stay_before_those_that_are_not_though_they_b
     mask = torch.tensor([False, True, True, True])
     weight, gradient = torch.tensor([0.0, 0.0, 5.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 9.0])
     assert move_connections(weight, gradient, mask, 1).tolist() == mask.tolist()
+
+
+@pytest.mark.parametrize(
+    ("norm", "rescale", "scaled"),
+    [
+        (nn.Identity(), None, True),
+        (nn.BatchNorm1d(20), None, False),
+        (nn.LayerNorm(20), None, False),
+        (nn.BatchNorm1d(20), True, True),
+        (nn.Identity(), False, False),
+    ],
+)
+def test_first_weights_are_those_of_the_dense_network_unless_nothing_normalises(
+    norm: nn.Module, rescale: bool | None, scaled: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 20), norm, nn.Linear(20, 20))
+    before = model[0].weight.detach().clone()
+    method = RigL(sparsity=0.75, rescale=rescale)
+    method.attach(model, SGD(model.parameters(), lr=0.1), steps=10, examples=100)
+    mask = method.masks["0"]
+    torch.testing.assert_close(model[0].weight[mask], before[mask] * (2.0 if scaled else 1.0))
+
+
+def test_connections_grow_by_the_gradient_and_not_by_what_the_optimizer_makes_of_it() -> None:
+    """Torch's foreach SGD adds Nesterov's momentum to the gradient in its place."""
+    torch.manual_seed(0)
+    model = nn.Linear(30, 30)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    method = RigL(sparsity=0.5)
+    method.attach(model, optimizer, steps=100, examples=100)
+    for number in range(3):
+        gradient = torch.randn(30, 30, generator=torch.Generator().manual_seed(number))
+        model.weight.grad, model.bias.grad = gradient.clone(), torch.zeros(30)
+        optimizer.step()
+        assert torch.equal(model.weight.grad, gradient)

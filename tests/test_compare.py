@@ -119,7 +119,7 @@ def test_a_sweep_that_cannot_be_read_is_refused(text: str) -> None:
     [
         ({"methods": ("rigel",)}, "Did you mean 'rigl'"),
         ({"methods": ()}, r"methods=\(\) names none to compare; take some of grda, sgd, rda"),
-        ({"sweeps": {"grda": [1e-3]}}, "sweep of 'grda', which is not among"),
+        ({"sweeps": {"grda": [1e-3]}}, "--sweep names grda, which is not among --methods"),
         ({"sparsities": (0.5, 1.5)}, "sparsity=1.5"),
         ({"seeds": 0}, "seeds=0"),
         ({"methods": ("grda",), "sweeps": {"grda": [-1.0]}}, r"c=-1\.0"),

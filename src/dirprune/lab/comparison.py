@@ -275,8 +275,7 @@ def notes(found: Sequence[Ended]) -> list[str]:
     epochs = max(each.row.epochs for each in found)
     costs = {each.row.method: known_as(each.row.method).cost for each in found}
     return [
-        f"Every run had {epochs} epochs of the same minibatches, from the same weights for the same seed"
-        f"{' (RigL divides its own by √density)' if 'rigl' in costs else ''}. Beside them:",
+        f"Every run had {epochs} epochs of the same minibatches, from the same weights for the same seed. Beside them:",
         *(f"  {name}: {cost}" for name, cost in costs.items()),
         *(
             [
@@ -287,7 +286,7 @@ def notes(found: Sequence[Ended]) -> list[str]:
             else []
         ),
         *(
-            ["Memory is measured on a GPU alone: what a process takes of a computer's says little about one run of it."]
+            ["Memory is reported on GPUs only: a process's memory on a CPU says little about a single run."]
             if all(math.isnan(each.row.peak_memory_mib) for each in found)
             else []
         ),

@@ -90,7 +90,20 @@ _CONTESTANTS = (
         "variational-dropout",
         "twice the parameters, and a second product in every layer",
     ),
-    Contestant("rigl", "RigL", "rigl", "two sorts of each layer every 100 steps or less"),
+    Contestant(
+        "rigl",
+        "RigL",
+        "rigl",
+        "two sorts of each layer every 100 steps or less; its first weights are divided by √density where nothing "
+        "normalises",
+    ),
+    Contestant(
+        "rigl-rescaled",
+        "RigL, rescaled",
+        "rigl",
+        "two sorts of each layer every 100 steps or less; its first weights are divided by √density",
+        options=(("rescale", True),),
+    ),
     Contestant(
         "amc",
         "AMC",
@@ -191,7 +204,9 @@ def plan(
     if not chosen:
         raise ValueError(f"methods={methods!r} names none to compare; take some of {', '.join(CONTESTANTS)}")
     if idle := sorted(set(sweeps) - {each.name for each in chosen}):
-        raise ValueError(f"sweep of {idle[0]!r}, which is not among the methods {', '.join(e.name for e in chosen)}")
+        raise ValueError(
+            f"--sweep names {idle[0]}, which is not among --methods {','.join(e.name for e in chosen)}; add it"
+        )
     if seeds < 1:
         raise ValueError(f"seeds={seeds}: a comparison needs at least one")
     swept: dict[Contestant, Sequence[float | None]] = {}

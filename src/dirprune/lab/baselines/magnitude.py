@@ -6,8 +6,8 @@ From step t₀ on, until t₁, the masks are made anew every Δt steps, for the 
 
 which removes many weights early, while there are plenty, and few late. t₀ = t₁ is one-shot pruning.
 
-Preset: the sparsity, and how the layers share it: each the same ("uniform"), one threshold on |w| for all ("global"),
-or one sparsity a layer, by name.
+Preset: the sparsity, and how the layers share it: each the same, the first too ("uniform"), one threshold on |w| for
+all ("global"), or one sparsity a layer, by name, as for those who keep the first layer dense.
 
 Reference: Zhu & Gupta, "To prune, or not to prune: exploring the efficacy of pruning for model compression", 2017
 (their initial sparsity is 0 here); one-shot: Han, Pool, Tran & Dally, "Learning both weights and connections for

@@ -7,8 +7,9 @@ A layer keeps the density of an Erdős–Rényi-Kernel graph, ε · (n_in + n_ou
 
 of its weights, those of smallest |w|, and grows as many, at 0, where the dense gradient |∂f/∂w| is largest.
 
-The weights that are there at the start are divided by √density, so that the layer's outputs vary as those of the dense
-layer would: without it the signal fades from layer to layer, and a deep network without normalisation never learns.
+In a network without normalisation the weights that are there at the start are divided by √density, so that a layer's
+outputs vary as those of the dense layer would: otherwise the signal fades from layer to layer, and a deep network never
+learns. Where something normalises, they stay as they are, as in the original.
 
 Preset: the sparsity. The number of weights never changes. Unlike the original, the step that gave the gradient is taken
 before connections move.
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from dirprune.lab.baselines.masks import Masked, interval, keep_largest, whole_counts
@@ -79,6 +81,11 @@ def move_connections(weight: Tensor, gradient: Tensor, mask: Tensor, count: int)
     return kept | keep_largest(gradient.abs().masked_fill(kept, -1.0), count)
 
 
+def is_normalised(model: nn.Module) -> bool:
+    """Whether a layer of the network brings its inputs to a scale of its own."""
+    return any(isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)) for module in model.modules())
+
+
 class RigL(Masked):
     """Sparse training with moving connections.
 
@@ -87,6 +94,7 @@ class RigL(Masked):
         alpha: the fraction of a layer that moves at first.
         every: ΔT, the steps between moves; by default 100, or a tenth of T_end where that is less.
         until: T_end as a fraction of training.
+        rescale: divide the first weights by √density; by default in networks without normalisation.
         seed: of the connections at the start.
 
     Example:
@@ -101,7 +109,14 @@ class RigL(Masked):
     knob = "sparsity"
 
     def __init__(
-        self, *, sparsity: float, alpha: float = 0.3, every: int | None = None, until: float = 0.75, seed: int = 0
+        self,
+        *,
+        sparsity: float,
+        alpha: float = 0.3,
+        every: int | None = None,
+        until: float = 0.75,
+        rescale: bool | None = None,
+        seed: int = 0,
     ) -> None:
         check_sparsity(sparsity)
         check_fraction(until, "until")
@@ -113,6 +128,7 @@ class RigL(Masked):
         self.alpha = alpha
         self.every = every
         self.until = until
+        self.rescale = rescale
         self.seed = seed
 
     def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
@@ -126,9 +142,13 @@ class RigL(Masked):
                 for number, (name, shape, count) in enumerate(zip(self.layer_weights, shapes, counts, strict=True))
             }
         )
-        with torch.no_grad():
-            for weight, count in zip(self.layer_weights.values(), counts, strict=True):
-                weight.mul_(math.sqrt(weight.numel() / max(count, 1)))
+        if not is_normalised(model) if self.rescale is None else self.rescale:
+            with torch.no_grad():
+                for weight, count in zip(self.layer_weights.values(), counts, strict=True):
+                    weight.mul_(math.sqrt(weight.numel() / max(count, 1)))
+        for group in optimizer.param_groups:
+            if not group.get("fused"):  # torch's foreach SGD leaves Nesterov's direction in the place of the gradient
+                group["foreach"] = False
 
     def after_step(self, step: int) -> None:
         end = self.until * self.steps

@@ -34,7 +34,7 @@ class SoftThreshold(nn.Module):
 
     def __init__(self, start: float) -> None:
         super().__init__()
-        self.s = nn.Parameter(torch.tensor(start))
+        self.s = nn.Parameter(torch.tensor(float(start)))
 
     def forward(self, v: Tensor) -> Tensor:
         return v.sign() * (v.abs() - self.s.sigmoid()).relu()
