@@ -327,6 +327,9 @@ def curve_profile(
 ) -> CurveProfile:
     """Measure the curve at ``points`` equidistant t from 0 to 1, endpoints included. ``options`` are the `Evaluator`'s.
 
+    With BatchNorm ``loaders.train`` must not be sorted by class; where it shuffles, the result depends on the global
+    seed, since the statistics are means over the batches that it happens to give.
+
     >>> from types import SimpleNamespace
     >>> data = [(torch.eye(2), torch.tensor([0, 1]))]
     >>> line = BezierCurve({"weight": torch.eye(2)}, {"weight": 2 * torch.eye(2)}, bends=0)
