@@ -129,8 +129,9 @@ class HessianOperator:
         chosen = {name: weights[name] for name in self.names}
         for column, total in zip(columns, totals, strict=True):
             pieces = product(unflatten(column, chosen))
-            for name, part in unflatten(total, chosen).items():
-                part.add_(pieces[name], alpha=batch.examples)
+            with torch.no_grad():  # torch 2.6 forbids to change such parts in place where gradients are recorded
+                for name, part in unflatten(total, chosen).items():
+                    part.add_(pieces[name], alpha=batch.examples)
 
     def _backwards(self, batch: _Batch, weights: Weights, buffers: Weights) -> Callable[[Weights], Weights]:
         leaves = {name: weights[name].detach().requires_grad_() for name in self.names}
