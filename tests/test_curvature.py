@@ -378,6 +378,24 @@ def test_a_loss_of_several_numbers_is_refused(compiled: bool, kind: str) -> None
             op @ ones
 
 
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_that_is_a_sum_is_refused(compiled: bool, kind: str) -> None:
+    op = HessianOperator(mlp(), nn.CrossEntropyLoss(reduction="sum"), unequal_batches(4), kind=kind, compiled=compiled)
+    with pytest.raises(ValueError, match="loss_fn has reduction='sum'"):
+        op @ torch.ones(53, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+def test_data_of_inference_mode_have_a_hessian_too(kind: str) -> None:
+    model, data, v = mlp(), unequal_batches(4), torch.ones(53, dtype=torch.float64)
+    with torch.inference_mode():
+        copies = [(x.clone(), y.clone()) for x, y in data]
+    found = HessianOperator(model, nn.CrossEntropyLoss(), copies, kind=kind) @ v
+    assert torch.equal(found, HessianOperator(model, nn.CrossEntropyLoss(), data, kind=kind) @ v)
+
+
 def test_autocast_is_a_dtype() -> None:
     with pytest.raises(ValueError, match="autocast='bfloat16' is not a dtype"):
         HessianOperator(mlp(), nn.CrossEntropyLoss(), [], autocast="bfloat16")  # type: ignore[arg-type]

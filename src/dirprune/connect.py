@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class BezierCurve(nn.Module):
 
     def __init__(self, start: Mapping[str, Tensor], end: Mapping[str, Tensor], *, bends: int = 1) -> None:
         super().__init__()
-        if bends < 0:
+        if not isinstance(bends, Integral) or bends < 0:
             raise ValueError(f"bends is {bends}; give 0 for the straight line or a positive number of control points")
         check_named(start, "start")
         check_named(end, "end")
@@ -123,7 +124,7 @@ def fit_curve(
             any nesting, and are moved to the curve's device.
         optimizer: one over ``curve.parameters()``; by default SGD with lr .1 and momentum .9, as published for VGG16.
         schedule: the learning rate of epoch e; by default the optimizer's own.
-        loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch.
+        loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch; in the record batches count by their targets.
         autocast: a lower precision for the forward pass, such as ``torch.bfloat16``.
         channels_last: give images to the network in that memory format.
         compiled: `torch.compile` the network, for batches of the shape of the first one.

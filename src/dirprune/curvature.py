@@ -50,7 +50,8 @@ class HessianOperator:
 
     Args:
         model: any module; attention and weight norms are evaluated by their plain formulas, which differentiate twice.
-        loss_fn: ``loss_fn(model(inputs), targets)``, a mean over the examples of the batch.
+        loss_fn: ``loss_fn(model(inputs), targets)``, a mean over the examples of the batch. Batches are weighted by
+            their number of targets also where that mean is weighted, as by class: it then depends on the batches.
         batches: pairs (inputs, targets), tensors in any nesting, that can be iterated again and again and always hold
             the same examples; the length of the targets is a batch's number of examples. Tensors are moved to the
             model's device.
