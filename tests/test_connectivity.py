@@ -164,12 +164,29 @@ def test_the_report_names_networks_and_barriers(finished: tuple[Path, list[Step]
     assert title == "small on digits: gRDA c=0.02 μ=0.7 (t=0, epoch 2) to SGD (t=1, epoch 2)"
     assert [row[0] for row in rows] == ["fitted curve", "straight line"]
     line, facts = dict(zip(columns, rows[1], strict=True)), summary["line"]
-    assert line["train barrier"] == f"{facts['barrier']:.2e} (t={facts['highest']['t']:.3f})"
+    assert line["least test error (%)"] == f"{facts['best']['test_error']:.2f} (t={facts['best']['t']:.3f})"
     assert line["test error at t=0 (%)"] == f"{facts['start']['test_error']:.2f}"
     assert notes(finished[0]) == []
 
 
+def test_where_no_barrier_is_it_has_no_place(finished: tuple[Path, list[Step]], tmp_path: Path) -> None:
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    summary["curve"] |= {"barrier": 0.0, "test_barrier": 2e-4}  # of a whole job they depend on the machine
+    summary["curve"]["highest_test"]["t"] = 0.25
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert told(tmp_path)[2][0][1:3] == ("0 (t=–)", "2.00e-04 (t=0.250)")
+
+
 # Resuming.
+
+
+def test_a_job_killed_while_its_first_file_was_written_can_be_started_again(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "config.tmp.json").write_text('{"weights_a": "3f')
+    assert next(connect(*pair, tmp_path, SMALL, device=CPU)).stage == "fit"
+    assert "weights_a" in json.loads((tmp_path / "config.json").read_text())
+    assert not (tmp_path / "config.tmp.json").exists()
 
 
 def test_a_job_interrupted_after_every_step_gives_the_same_numbers(

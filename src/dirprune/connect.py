@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class BezierCurve(nn.Module):
 
     def __init__(self, start: Mapping[str, Tensor], end: Mapping[str, Tensor], *, bends: int = 1) -> None:
         super().__init__()
-        if not isinstance(bends, Integral) or bends < 0:
+        if not hasattr(bends, "__index__") or bends < 0:  # which whole numbers of any kind have
             raise ValueError(f"bends is {bends}; give 0 for the straight line or a positive number of control points")
         check_named(start, "start")
         check_named(end, "end")
