@@ -213,8 +213,9 @@ def test_bad_curves_are_refused_by_name() -> None:
         BezierCurve(take(normalised(0)), take(wider))
     with pytest.raises(ValueError, match=r"'1\.weight' is in start but not in end"):
         BezierCurve(take(normalised(0)), take(nn.Sequential(nn.Linear(4, 8))))
-    with pytest.raises(ValueError, match="bends is -1"):
-        BezierCurve(at(0, 0), at(1, 1), bends=-1)
+    for bends in (-1, 1.5):
+        with pytest.raises(ValueError, match=f"bends is {bends}"):
+            BezierCurve(at(0, 0), at(1, 1), bends=bends)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'w' is torch\.float32 on cpu in start and torch\.float64 on cpu in end"):
         BezierCurve(at(0, 0), {"w": torch.zeros(2, dtype=torch.float64)})
     with pytest.raises(ValueError, match=r"t is 1\.5"):
@@ -862,6 +863,29 @@ def test_a_loader_in_place_of_both_is_refused_with_what_to_give() -> None:
         curve_profile(model, curve, data, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"list without train; give e\.g\. types\.SimpleNamespace\(train=…\)"):
         next(fit_curve(model, curve, data))  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_a_sum_is_refused() -> None:
+    model, loss_fn = nn.Linear(3, 2), nn.CrossEntropyLoss(reduction="sum")
+    curve, loaders = BezierCurve(take(model), take(model)), loaders_of([(torch.randn(6, 3), torch.randint(2, (6,)))])
+    with pytest.raises(ValueError, match="loss_fn has reduction='sum'"):
+        next(fit_curve(model, curve, loaders, loss_fn=loss_fn))
+    with pytest.raises(ValueError, match="loss_fn has reduction='sum'"):
+        curve_profile(model, curve, loaders, 2, loss_fn=loss_fn)
+
+
+def test_data_of_inference_mode_can_be_fitted_and_measured() -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    data = torch.randn(6, 3), torch.randint(2, (6,))
+    with torch.inference_mode():
+        copies = data[0].clone(), data[1].clone()
+    ours, theirs = (BezierCurve(take(model), take(other)) for _ in range(2))
+    losses = [
+        [record.loss for record in fit_curve(model, curve, loaders_of([batch]), epochs=2)]
+        for curve, batch in ((ours, copies), (theirs, data))
+    ]
+    assert losses[0] == losses[1]
+    assert curve_profile(model, ours, loaders_of([copies]), 3) == curve_profile(model, theirs, loaders_of([data]), 3)
 
 
 def test_a_fit_leaves_the_inference_mode_of_its_caller() -> None:

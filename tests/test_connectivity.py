@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 from typer.testing import CliRunner
@@ -24,7 +25,7 @@ from dirprune.lab import checkpoint, cli, connectivity, console, data, experimen
 from dirprune.lab.connectivity import Options, Step, connect
 from dirprune.lab.connectivity_files import draw, notes, published_curve
 from dirprune.lab.connectivity_files import table as told
-from dirprune.lab.connectivity_plots import _round_numbers, _scale
+from dirprune.lab.connectivity_plots import _round_numbers, _scale, plane
 from dirprune.lab.execution import Execution
 from dirprune.lab.published.connect import find
 from dirprune.weights import combine
@@ -164,12 +165,29 @@ def test_the_report_names_networks_and_barriers(finished: tuple[Path, list[Step]
     assert title == "small on digits: gRDA c=0.02 μ=0.7 (t=0, epoch 2) to SGD (t=1, epoch 2)"
     assert [row[0] for row in rows] == ["fitted curve", "straight line"]
     line, facts = dict(zip(columns, rows[1], strict=True)), summary["line"]
-    assert line["train barrier"] == f"{facts['barrier']:.2e} (t={facts['highest']['t']:.3f})"
+    assert line["least test error (%)"] == f"{facts['best']['test_error']:.2f} (t={facts['best']['t']:.3f})"
     assert line["test error at t=0 (%)"] == f"{facts['start']['test_error']:.2f}"
     assert notes(finished[0]) == []
 
 
+def test_where_no_barrier_is_it_has_no_place(finished: tuple[Path, list[Step]], tmp_path: Path) -> None:
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    summary["curve"] |= {"barrier": 0.0, "test_barrier": 2e-4}  # of a whole job they depend on the machine
+    summary["curve"]["highest_test"]["t"] = 0.25
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert told(tmp_path)[2][0][1:3] == ("0 (t=–)", "2.00e-04 (t=0.250)")
+
+
 # Resuming.
+
+
+def test_a_job_killed_while_its_first_file_was_written_can_be_started_again(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "config.tmp.json").write_text('{"weights_a": "3f')
+    assert next(connect(*pair, tmp_path, SMALL, device=CPU)).stage == "fit"
+    assert "weights_a" in json.loads((tmp_path / "config.json").read_text())
+    assert not (tmp_path / "config.tmp.json").exists()
 
 
 def test_a_job_interrupted_after_every_step_gives_the_same_numbers(
@@ -484,3 +502,41 @@ def test_errors_that_stay_above_zero_have_the_whole_axis(least: float, scale: st
     _scale(axes, np.array([least, 9.1, 60.0]), "test_error")
     assert axes.get_yscale() == scale
     assert (axes.get_ylim()[0] > 1) == (least > 1)
+
+
+@pytest.mark.parametrize("top", [0.0, 5.0, 60.0])
+def test_an_error_of_zero_does_not_lie_under_the_axis(top: float) -> None:
+    axes = Figure().subplots()
+    _scale(axes, np.array([0.0, top]), "train_error")
+    assert axes.transAxes.inverted().transform(axes.transData.transform((0, 0)))[1] > 0.02  # of the height
+
+
+def drawn_plane(height: float, errors: np.ndarray) -> list[Axes]:
+    """Return the panels of a plane 10 wide, with these test errors on its grid."""
+    x, y = np.meshgrid(np.linspace(0, 10, errors.shape[1]), np.linspace(0, height, errors.shape[0]))
+    rows = [
+        {"x": a, "y": b, "train_loss": 0.1, "test_error": error}
+        for a, b, error in zip(x.flat, y.flat, errors.flat, strict=True)
+    ]
+    return plane(rows, [("start", 0, 0), ("end", 10, 0), ("bend", 5, height)], ("gRDA", "SGD")).axes[:2]
+
+
+def test_one_point_without_errors_leaves_the_levels_to_the_others() -> None:
+    errors = np.linspace(2.0, 12.0, 25).reshape(5, 5)
+    errors[2, 2] = 0.0
+    levels = drawn_plane(6.0, errors)[1].collections[0].norm  # type: ignore[attr-defined]
+    assert (levels.vmin, levels.vmax) == (1.0, 12.0)
+
+
+@pytest.mark.parametrize("errors", [np.zeros((3, 3)), np.full((3, 3), np.nan)])
+def test_a_plane_without_any_error_can_be_drawn(errors: np.ndarray) -> None:
+    errors[0, 0] = 0.0
+    assert drawn_plane(6.0, errors)[1].get_title() == "test error (%)"
+
+
+@pytest.mark.parametrize(("height", "aspect"), [(0.3, "auto"), (2.0, 1.0)])
+def test_a_flat_plane_is_not_drawn_to_scale_and_says_so(height: float, aspect: object) -> None:
+    for axes in drawn_plane(height, np.linspace(1.0, 2.0, 9).reshape(3, 3)):
+        assert axes.get_aspect() == aspect
+        assert ("not to scale" in axes.get_ylabel()) == (aspect == "auto")
+        assert axes.get_position().height * axes.figure.get_figheight() > 0.8  # inches

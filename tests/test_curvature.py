@@ -378,6 +378,24 @@ def test_a_loss_of_several_numbers_is_refused(compiled: bool, kind: str) -> None
             op @ ones
 
 
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_that_is_a_sum_is_refused(compiled: bool, kind: str) -> None:
+    op = HessianOperator(mlp(), nn.CrossEntropyLoss(reduction="sum"), unequal_batches(4), kind=kind, compiled=compiled)
+    with pytest.raises(ValueError, match="loss_fn has reduction='sum'"):
+        op @ torch.ones(53, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
+def test_data_of_inference_mode_have_a_hessian_too(kind: str) -> None:
+    model, data, v = mlp(), unequal_batches(4), torch.ones(53, dtype=torch.float64)
+    with torch.inference_mode():
+        copies = [(x.clone(), y.clone()) for x, y in data]
+    found = HessianOperator(model, nn.CrossEntropyLoss(), copies, kind=kind) @ v
+    assert torch.equal(found, HessianOperator(model, nn.CrossEntropyLoss(), data, kind=kind) @ v)
+
+
 def test_autocast_is_a_dtype() -> None:
     with pytest.raises(ValueError, match="autocast='bfloat16' is not a dtype"):
         HessianOperator(mlp(), nn.CrossEntropyLoss(), [], autocast="bfloat16")  # type: ignore[arg-type]
@@ -594,6 +612,38 @@ def test_no_eigenvalue_is_passed_over_at_a_loose_tolerance() -> None:
         pairs = top_eigenpairs(op, 10, tolerance=5e-3, seed=seed)
         cosines = torch.linalg.svdvals(vectors[:, :10].T @ pairs.vectors)
         assert cosines.min() > 0.95
+
+
+@pytest.mark.parametrize("others", [[], [-30.0]])
+@pytest.mark.parametrize(("leading", "tolerance"), [([10, 9.99, 9.98, 9.5, 5], 1e-3), ([10, 9.9, 9.8, 9, 5], 1e-2)])
+def test_eigenvalues_closer_than_the_tolerance_are_all_found(
+    leading: list[float], tolerance: float, others: list[float]
+) -> None:
+    bulk = torch.linspace(1, 0, 295, dtype=torch.float64)
+    op, _ = with_spectrum(torch.cat([torch.tensor([*leading, *others], dtype=torch.float64), bulk]))
+    for seed in range(5):
+        pairs = top_eigenpairs(op, 3, tolerance=tolerance, seed=seed)
+        torch.testing.assert_close(pairs.values, torch.tensor(leading[:3]).double(), rtol=0, atol=tolerance)
+
+
+def test_fewer_products_than_would_show_a_cluster_are_enough_where_all_has_settled() -> None:
+    op, _ = with_spectrum(
+        torch.cat([torch.tensor([8.0, 4.0, 2.0]), torch.zeros(97)]).double() + 1e-6 * torch.arange(100)
+    )
+    *_, last = lanczos_steps(op, 2, tolerance=1e-3, max_iterations=10)
+    assert (last.iterations, last.converged) == (10, True)
+    *_, last = lanczos_steps(op, 2, tolerance=1e-3)
+    assert (last.iterations, last.converged) == (22, True)
+
+
+def test_the_advice_is_what_helps() -> None:
+    matrix = with_spectrum(torch.cat([LEADING, BULK]))[0].matrix.float()
+    with pytest.warns(
+        RuntimeWarning, match=r"; raise tolerance=1e-08, or work in a higher precision than torch\.float32"
+    ):
+        top_eigenpairs(matrix, 2, tolerance=1e-8)
+    with pytest.warns(RuntimeWarning, match=r"; raise max_iterations=5, basis_size or tolerance=1e-08"):
+        top_eigenpairs(matrix, 2, tolerance=1e-8, max_iterations=5)
 
 
 def test_magnitude_takes_both_signs() -> None:

@@ -152,15 +152,26 @@ def test_other_colour_modes_become_rgb(mode: str, tmp_path: Path) -> None:
     assert difference(Image.fromarray(pixels), expected) < 3.0
 
 
-def test_folder_is_read_in_sorted_order(folder: Path) -> None:
+def test_what_is_tested_on_is_read_in_sorted_order(folder: Path) -> None:
     data = load("imagenet", batch_size=4, seed=0, root=folder, workers=0)
     assert (data.classes, data.shape, data.train.examples, data.test.examples) == (3, (3, 224, 224), 13, 6)
-    inputs, targets = joined(list(data.train))
-    assert targets.tolist() == [0] * 5 + [1] * 4 + [2] * 4  # ant, bee, cat
+    inputs, targets = joined(list(data.test))
+    assert targets.tolist() == [0, 0, 1, 1, 2, 2]  # ant, bee, cat
     assert inputs.dtype == torch.float32
-    pixels = torch.from_numpy(read_image(str(folder / "train" / "bee" / "bee_1.JPEG"), None).copy())
+    pixels = torch.from_numpy(read_image(str(folder / "val" / "bee" / "1.jpg"), None).copy())
     mean, std = torch.tensor(IMAGENET_STATISTICS.mean), torch.tensor(IMAGENET_STATISTICS.std)
-    torch.testing.assert_close(inputs[6].permute(1, 2, 0), (pixels / 255 - mean) / std, atol=1e-5, rtol=0)
+    torch.testing.assert_close(inputs[3].permute(1, 2, 0), (pixels / 255 - mean) / std, atol=1e-5, rtol=0)
+
+
+def test_plain_training_batches_mix_the_classes_and_are_the_same_for_every_seed(folder: Path) -> None:
+    train, other = (load("imagenet", batch_size=5, seed=seed, root=folder, workers=0).train for seed in (0, 1))
+    batches = list(train)
+    assert all(len(targets.unique()) > 1 for _, targets in batches)
+    assert torch.bincount(joined(batches)[1]).tolist() == [5, 4, 4]
+    assert equal(batches, list(other))
+    images = train.images  # type: ignore[attr-defined]
+    folders = [Path(path).parent.name for path in images.paths]
+    assert folders == [images.classes[target] for target in joined(batches)[1]]
 
 
 def test_folder_may_lie_beside_other_sets(folder: Path, tmp_path: Path) -> None:

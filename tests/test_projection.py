@@ -437,6 +437,9 @@ def test_figure_shows_every_run_and_the_random_level(trained: dict[str, Run], tm
     assert not any(line.get_markerfacecolor() == "white" for line in axes.get_lines())
     unfinished = projection_figure([replace(rows[0], converged=False)])
     assert any(line.get_markerfacecolor() == "white" for line in unfinished.axes[0].get_lines())
+    told = [[text.get_text() for text in each.legends[0].get_texts()] for each in (figure, unfinished)]
+    assert ["not converged" in texts for texts in told] == [False, True]
+    assert axes.get_title() == f"k = 2, Hessian of {rows[0].examples:,} training examples"
     assert save(figure, tmp_path / "figure.png").stat().st_size > 1000
     flat = projection_figure([replace(rows[0], share=0.0, random_level=0.0)])  # no positive eigenvalue
     assert flat.axes[0].get_yscale() == "linear"

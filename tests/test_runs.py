@@ -99,6 +99,16 @@ def test_an_empty_folder_may_become_a_run(tmp_path: Path) -> None:
     assert runs.create(tmp_path, recipes.get("digits")).records() == []
 
 
+def test_what_a_stop_left_of_the_first_file_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.tmp.json").write_text('{"name": "dig')
+    assert runs.create(tmp_path, recipes.get("digits")).recipe == runs.load(tmp_path).recipe
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.tmp.json").write_text("{}")
+    with pytest.raises(RunExists):
+        runs.create(tmp_path / "other", recipes.get("digits"))
+
+
 def test_a_default_name_tells_settings_apart_and_is_never_taken_twice(tmp_path: Path) -> None:
     recipe = recipes.get("vgg16-cifar10")
     others = [

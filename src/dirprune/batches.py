@@ -73,7 +73,8 @@ def moved(data: Any, device: torch.device) -> Any:
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.to(device, non_blocking=True)
+            there = leaf.to(device, non_blocking=True)
+            return there.clone() if there.is_inference() else there  # which takes no part in derivatives
         if isinstance(leaf, Mapping):  # some move in place, and these are the user's own
             return {key: moved(value, device) for key, value in leaf.items()}
         return leaf.to(device) if hasattr(leaf, "to") else leaf
@@ -83,7 +84,12 @@ def moved(data: Any, device: torch.device) -> Any:
 
 
 def mean_loss(loss_fn: Loss, outputs: Any, targets: Any) -> Tensor:
-    """Return ``loss_fn(outputs, targets)``, or refuse what is not one number: several would be added up in silence."""
+    """Return ``loss_fn(outputs, targets)``, or refuse a sum, and what is not one number: both would pass for a mean."""
+    if getattr(loss_fn, "reduction", "mean") == "sum":
+        raise ValueError(
+            "loss_fn has reduction='sum'; it must be the mean over the batch, which is weighted by its number of "
+            "targets here: leave reduction out"
+        )
     loss = loss_fn(outputs, targets)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

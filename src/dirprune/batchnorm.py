@@ -30,6 +30,9 @@ def estimate_statistics(
 ) -> None:
     """Replace running statistics by mean and variance of each batch, averaged over the samples.
 
+    Batches must be mixed, as in training. Sorted by class they lack the variance between classes, and adding that of
+    their means would mend the first layer alone: those behind it are given what single classes normalise to.
+
     Of a layer that a pass uses more than once the last use counts. A batch of one example, of which a layer gets one
     value a channel, has no variance and is left out. If a pass fails, the statistics stay as they were.
 

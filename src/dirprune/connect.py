@@ -51,7 +51,7 @@ class BezierCurve(nn.Module):
 
     def __init__(self, start: Mapping[str, Tensor], end: Mapping[str, Tensor], *, bends: int = 1) -> None:
         super().__init__()
-        if bends < 0:
+        if not hasattr(bends, "__index__") or bends < 0:  # which whole numbers of any kind have
             raise ValueError(f"bends is {bends}; give 0 for the straight line or a positive number of control points")
         check_named(start, "start")
         check_named(end, "end")
@@ -123,7 +123,7 @@ def fit_curve(
             any nesting, and are moved to the curve's device.
         optimizer: one over ``curve.parameters()``; by default SGD with lr .1 and momentum .9, as published for VGG16.
         schedule: the learning rate of epoch e; by default the optimizer's own.
-        loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch.
+        loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch; in the record batches count by their targets.
         autocast: a lower precision for the forward pass, such as ``torch.bfloat16``.
         channels_last: give images to the network in that memory format.
         compiled: `torch.compile` the network, for batches of the shape of the first one.
@@ -326,6 +326,9 @@ def curve_profile(
     model: nn.Module, curve: BezierCurve, loaders: Loaders, points: int = 61, **options: Any
 ) -> CurveProfile:
     """Measure the curve at ``points`` equidistant t from 0 to 1, endpoints included. ``options`` are the `Evaluator`'s.
+
+    With BatchNorm ``loaders.train`` must not be sorted by class; where it shuffles, the result depends on the global
+    seed, since the statistics are means over the batches that it happens to give.
 
     >>> from types import SimpleNamespace
     >>> data = [(torch.eye(2), torch.tensor([0, 1]))]

@@ -50,7 +50,8 @@ class HessianOperator:
 
     Args:
         model: any module; attention and weight norms are evaluated by their plain formulas, which differentiate twice.
-        loss_fn: ``loss_fn(model(inputs), targets)``, a mean over the examples of the batch.
+        loss_fn: ``loss_fn(model(inputs), targets)``, a mean over the examples of the batch. Batches are weighted by
+            their number of targets also where that mean is weighted, as by class: it then depends on the batches.
         batches: pairs (inputs, targets), tensors in any nesting, that can be iterated again and again and always hold
             the same examples; the length of the targets is a batch's number of examples. Tensors are moved to the
             model's device.
@@ -129,8 +130,9 @@ class HessianOperator:
         chosen = {name: weights[name] for name in self.names}
         for column, total in zip(columns, totals, strict=True):
             pieces = product(unflatten(column, chosen))
-            for name, part in unflatten(total, chosen).items():
-                part.add_(pieces[name], alpha=batch.examples)
+            with torch.no_grad():  # torch 2.6 forbids to change such parts in place where gradients are recorded
+                for name, part in unflatten(total, chosen).items():
+                    part.add_(pieces[name], alpha=batch.examples)
 
     def _backwards(self, batch: _Batch, weights: Weights, buffers: Weights) -> Callable[[Weights], Weights]:
         leaves = {name: weights[name].detach().requires_grad_() for name in self.names}
@@ -232,8 +234,8 @@ def top_eigenpairs(
 
         H v_i = λ_i v_i,    ‖H v_i − λ_i v_i‖ ≤ tolerance · max|λ|
 
-    Like every method that starts from one vector, it may see an exactly repeated eigenvalue fewer times than it occurs.
-    To follow a long run, drive `lanczos_steps` instead.
+    Like every method that starts from one vector, it may see an eigenvalue that is repeated, or nearly so, fewer times
+    than it occurs; at least k + 20 products are spent against that. To follow a long run, drive `lanczos_steps`.
 
     Args:
         op: a `HessianOperator`, a symmetric matrix, or anything with size, dtype, device and @.
@@ -255,10 +257,12 @@ def top_eigenpairs(
     pairs = last.pairs(op)
     goal = tolerance * last.scale
     if missed := int((pairs.residuals > goal).sum()):
+        # Bounds that were met where the true residuals are not: the rest is round-off.
+        more = "" if last.converged else f"max_iterations={max_iterations}, basis_size or "
         warnings.warn(
             f"{missed} of {k} eigenpairs have a residual above {goal:.2g} after {pairs.iterations} products (worst "
-            f"{float(pairs.residuals.max()):.2g}); raise max_iterations={max_iterations}, basis_size or "
-            f"tolerance={tolerance:g}, or work in a higher precision",
+            f"{float(pairs.residuals.max()):.2g}); raise {more}tolerance={tolerance:g}, or work in a higher precision "
+            f"than {pairs.vectors.dtype}",
             RuntimeWarning,
             stacklevel=2,
         )

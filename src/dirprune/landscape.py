@@ -56,7 +56,9 @@ class Evaluator:
     the forward pass is captured once a batch shape; the host waits once a point.
 
     Args:
-        loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch.
+        loaders: ``loaders.train`` and ``loaders.test``, iterated once. With BatchNorm the training batches must not be
+            sorted by class, and of a loader that shuffles they depend on torch's global seed.
+        loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch; batches count by their number of targets.
         autocast: a lower precision for the forward pass, such as ``torch.bfloat16``.
         channels_last: hold convolution weights in that memory format; images follow in the first layer.
         compiled: `torch.compile` the network, for every batch shape; worth it for few shapes and many points.

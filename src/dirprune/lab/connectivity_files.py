@@ -22,7 +22,7 @@ from typing import Any
 
 from dirprune.connect import CurveProfile
 from dirprune.lab import connectivity_plots, plots
-from dirprune.lab.files import as_read, read_json, write_json
+from dirprune.lab.files import as_read, read_json, taken, write_json
 from dirprune.lab.published import connect as published
 from dirprune.lab.published.connect import PublishedCurve
 from dirprune.lab.runs import RunExists
@@ -71,7 +71,7 @@ def claim(out: Path, config: dict[str, Any]) -> None:
     path = out / "config.json"
     found = read_json(path, dict, "give another --out, or delete the folder") if path.is_file() else {}
     if "weights_a" not in found:  # a training run has a config.json too
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if taken(out, path.name):
             raise RunExists(f"{out} exists, is no job of `dirprune connect` and is not touched; give another --out")
         out.mkdir(parents=True, exist_ok=True)
         write_json(path, config)
@@ -162,9 +162,13 @@ def table(out: Path) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
 def _cells(facts: dict[str, Any]) -> tuple[str, ...]:
     """Return what `facts_of` tells of a path as text, by `COLUMNS`."""
     start, end, best = (facts[name]["test_error"] for name in ("start", "end", "best"))
+
+    def barrier(height: float, t: float) -> str:  # without one the highest point is an end, which says nothing
+        return f"{height:.2e} (t={t:.3f})" if height != 0 else "0 (t=–)"
+
     return (
-        f"{facts['barrier']:.2e} (t={facts['highest']['t']:.3f})",
-        f"{facts['test_barrier']:.2e} (t={facts['highest_test']['t']:.3f})",
+        barrier(facts["barrier"], facts["highest"]["t"]),
+        barrier(facts["test_barrier"], facts["highest_test"]["t"]),
         f"{start:.2f}",
         f"{end:.2f}",
         f"{best:.2f} (t={facts['best']['t']:.3f})",

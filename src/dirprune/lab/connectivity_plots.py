@@ -17,7 +17,9 @@ from dirprune.lab.plots import Array
 
 LEVELS = 15
 FLOOR = 1e-6
-"""What a logarithmic axis shows for 0."""
+"""What a logarithmic axis shows for a loss of 0."""
+FLAT = 0.15
+"""The slope of a plane below which it is not drawn to scale: it would be a strip too low to read."""
 CEILING = 10.0
 """The highest level of loss that is told apart: far from the valley losses of 1e6 are common, and of no interest."""
 _LABELS = {
@@ -67,15 +69,19 @@ def plane(rows: Sequence[Mapping[str, float]], points: Sequence[Point], names: t
     slope = float(np.ptp(y) / np.ptp(x))
     columns = 2 if slope > 0.5 else 1
     width = plots.PANEL[0] * 2 / columns
-    height = min(max((width - 1.1) * slope, 0.8), 1.5 * width) + 0.8
+    height = min(max((width - 1.1) * slope, 1.6 if slope < FLAT else 0.8), 1.5 * width) + 0.8
     figure, every = plots.panels(2, columns=columns, size=(width, height))
     for axes, score in zip(every, ("train_loss", "test_error"), strict=True):
         by_place = {(row["x"], row["y"]): row[score] for row in rows}
         values = np.array([[by_place[a, b] for a in x] for b in y])
-        _contours(axes, x, y, values, ceiling=CEILING if score == "train_loss" else 100.0)
+        if score == "train_loss":
+            _contours(axes, x, y, values, floor=FLOOR, ceiling=CEILING)
+        else:  # an error is a number of examples, and half the least is as far as 0 need be
+            _contours(axes, x, y, values, floor=min(values[values > 0], default=2.0) / 2, ceiling=100.0)
         _marks(axes, points, names)
-        axes.set(aspect="equal", title=_LABELS[score])
-        axes.set(xlabel="ℓ₂ distance along the line", ylabel="ℓ₂ distance from it")
+        axes.set(aspect="auto" if slope < FLAT else "equal", title=_LABELS[score])
+        note = " (not to scale)" if slope < FLAT else ""
+        axes.set(xlabel="ℓ₂ distance along the line", ylabel=f"ℓ₂ distance from it{note}")
     plots.add_legend(figure)
     return figure
 
@@ -98,13 +104,14 @@ def _scale(axes: Axes, values: Array, score: str) -> None:
     if values.max() > 20:
         axes.set_yscale("symlog", linthresh=1)
         axes.set_yticks([0, 1, 10, 100], ["0", "1", "10", "100"])
-    axes.set_ylim(0, max(1.1 * values.max(), 0.1))
+    top = max(1.1 * values.max(), 0.1)
+    axes.set_ylim(-0.04 * top if axes.get_yscale() == "linear" else -0.1, top)  # a line at 0 is not under the axis
 
 
-def _contours(axes: Axes, x: Array, y: Array, values: Array, ceiling: float) -> None:
-    """Draw filled contours on levels that grow by a constant factor up to ``ceiling``, and their colour bar."""
+def _contours(axes: Axes, x: Array, y: Array, values: Array, floor: float, ceiling: float) -> None:
+    """Draw filled contours on levels that grow by a constant factor, from ``floor`` to ``ceiling``, and their bar."""
     finite = values[np.isfinite(values)]
-    low = max(float(finite.min()), FLOOR)
+    low = max(float(finite.min()), floor)
     high = max(min(float(finite.max()), ceiling), 1.1 * low)
     shown = np.clip(np.nan_to_num(values, nan=np.inf, posinf=np.inf), low, 2 * high)
     levels = np.geomspace(low, high, LEVELS + 1)

@@ -258,7 +258,7 @@ def _folder(
     kept, held = _validation_split(train.targets, validation)
     options = (batching, normalization, device, workers)
     return Loaders(
-        train=ImageFolderLoader(train.take(kept), *options, augment=augment),
+        train=ImageFolderLoader(train.take(kept).mixed(), *options, augment=augment),
         test=ImageFolderLoader(test, *options, augment=False),
         validation=ImageFolderLoader(train.take(held), *options, augment=False) if validation else None,
         classes=len(train.classes),

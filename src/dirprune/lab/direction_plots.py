@@ -22,7 +22,7 @@ _MARKERS = "oDvPX*"
 def projection_figure(rows: Sequence[ProjectionRow], published: Sequence[PublishedShares] = ()) -> Figure:
     """Draw the share of gRDA's difference to SGD in the leading eigenspace over epochs, a colour a run.
 
-    Open circles mark epochs whose eigenpairs did not converge.
+    The title tells whose eigenspace it is. Open circles mark epochs whose eigenpairs did not converge.
 
     Args:
         rows: what `project` yields.
@@ -48,14 +48,27 @@ def projection_figure(rows: Sequence[ProjectionRow], published: Sequence[Publish
         )
         if rough := [row for row in own if not row.converged]:
             axes.plot([r.epoch for r in rough], [r.share for r in rough], "o", markersize=3.5, color=shade, mfc="white")
+    if not all(row.converged for row in rows):
+        axes.plot([], [], "o", markersize=3.5, color=GREY, mfc="white", label="not converged")
     axes.axhline(rows[0].random_level, linestyle="--", color=GREY, linewidth=1.0, label="a random direction")
     axes.set_ylabel("share of the difference, ‖PΔ‖ / ‖Δ‖")
+    vectors, examples = (_span([getattr(row, name) for row in rows]) for name in ("eigenvectors", "examples"))
+    axes.set_title(f"k = {vectors}, Hessian of {examples} training examples")
     mark_epochs(axes)
     shares = [*(r.share for r in rows), *(share for curve in published for share in curve.shares)]
     if heights := [height for height in (rows[0].random_level, *shares) if height > 0]:
         scale_log(axes, min(heights), max(heights))
     add_legend(figure)
     return figure
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """Return what the numbers are, or between which two they lie.
+
+    >>> _span([10, 10]), _span([8, 1000])
+    ('10', '8–1,000')
+    """
+    return "–".join(f"{number:,}" for number in sorted({min(numbers), max(numbers)}))
 
 
 def _name(row: ProjectionRow) -> str:

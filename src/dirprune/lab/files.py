@@ -52,10 +52,21 @@ def read_json(path: Path, kind: type[T], remedy: str) -> T:
     return content
 
 
+def taken(folder: Path, first: str) -> bool:
+    """Tell whether anything is at the path besides what was left of a stop while the first file was written."""
+    if not folder.is_dir():
+        return folder.exists()
+    return any(path != _temporary(folder / first) for path in folder.iterdir())
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.tmp{path.suffix}")  # whose suffix may tell the format
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a path to write to, and put what was written in the place of a file; if that fails, the old one stays."""
-    temporary = path.with_name(f"{path.stem}.tmp{path.suffix}")  # whose suffix may tell the format
+    temporary = _temporary(path)
     try:
         yield temporary
         temporary.replace(path)

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from dirprune.lab.loader import Batch, Batching, Normalization
+from dirprune.lab.loader import Batch, Batching, Normalization, generator
 
 SIZE = 224
 RESIZED = 256
@@ -38,6 +38,10 @@ class Images:
     def take(self, indices: Tensor) -> "Images":
         """The chosen images, in the order of `indices`."""
         return Images(tuple(self.paths[i] for i in indices.tolist()), self.targets[indices], self.classes)
+
+    def mixed(self) -> "Images":
+        """The same images in a fixed random order: statistics of a batch of one class are not those of the set."""
+        return self.take(torch.randperm(len(self.paths), generator=generator(0)))
 
 
 def find_images(folder: Path) -> Images:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import dirprune
 from dirprune import SparsityReport
 from dirprune.lab import checkpoint
-from dirprune.lab.files import LOCK, locked, to_json, write_json, write_text
+from dirprune.lab.files import LOCK, locked, taken, to_json, write_json, write_text
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.train import EpochRecord
 from dirprune.zeros import LayerSparsity
@@ -165,7 +165,7 @@ class Run:
 
 def create(folder: Path, recipe: Recipe) -> Run:
     """Make the directory of a new run; one that is there already is not touched."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if taken(folder, "config.json"):
         remedy = f"go on with `dirprune resume {folder}`, or " if (folder / "config.json").is_file() else ""
         raise RunExists(f"{folder} exists and is never overwritten; {remedy}give another --out")
     folder.mkdir(parents=True, exist_ok=True)

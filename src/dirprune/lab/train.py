@@ -182,7 +182,10 @@ def evaluate(
 
 
 def recalibrate_batchnorm(model: nn.Module, loader: Loader, *, execution: Execution | None = None) -> None:
-    """Replace the running statistics of every BatchNorm by their means over a plain pass of ``loader``."""
+    """Replace the running statistics of every BatchNorm by their means over a plain pass of ``loader``.
+
+    Its batches must not be sorted by class: see `estimate_statistics`.
+    """
     if norms := batchnorms(model):
         with eval_mode(model):  # nothing but the statistics may depend on the mode
             estimate_statistics(norms, loader, PlainScoring(model, execution or Execution()))
