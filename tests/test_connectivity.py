@@ -174,8 +174,12 @@ def test_where_no_barrier_is_it_has_no_place(finished: tuple[Path, list[Step]], 
     summary = json.loads((finished[0] / "summary.json").read_text())
     summary["curve"] |= {"barrier": 0.0, "test_barrier": 2e-4}  # of a whole job they depend on the machine
     summary["curve"]["highest_test"]["t"] = 0.25
+    summary["line"] |= {"barrier": None}  # as infinity and NaN are written
+    summary["line"]["highest"]["t"] = 0.5
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    assert told(tmp_path)[2][0][1:3] == ("0 (t=–)", "2.00e-04 (t=0.250)")
+    curve, line = told(tmp_path)[2]
+    assert curve[1:3] == ("0 (t=–)", "2.00e-04 (t=0.250)")
+    assert line[1] == "not finite (t=0.500)"
 
 
 # Resuming.

@@ -163,8 +163,10 @@ def _cells(facts: dict[str, Any]) -> tuple[str, ...]:
     """Return what `facts_of` tells of a path as text, by `COLUMNS`."""
     start, end, best = (facts[name]["test_error"] for name in ("start", "end", "best"))
 
-    def barrier(height: float, t: float) -> str:  # without one the highest point is an end, which says nothing
-        return f"{height:.2e} (t={t:.3f})" if height != 0 else "0 (t=–)"
+    def barrier(height: float | None, t: float) -> str:
+        if height is None:  # how JSON has what is no number
+            return f"not finite (t={t:.3f})"
+        return f"{height:.2e} (t={t:.3f})" if height else "0 (t=–)"  # without one the highest point is an end
 
     return (
         barrier(facts["barrier"], facts["highest"]["t"]),
