@@ -359,7 +359,9 @@ def test_report_loses_nothing_at_a_narrow_terminal(
 @pytest.mark.usefixtures("_terminal")
 def test_report_of_one_run_at_a_terminal(trained: dict[str, tuple[Path, Result]], tmp_path: Path) -> None:
     text = call("report", trained["held-out"][0], "--out", tmp_path / "figures")
-    assert "after epoch 2" in text.stdout
+    assert "epoch 2:" in text.stdout
+    assert "validation" in text.stdout
+    assert "test accuracy" not in text.stdout
     assert "1.weight" in text.stdout
     assert "20% held out" in text.stderr
     assert (tmp_path / "figures" / "curves.png").exists()

@@ -107,7 +107,7 @@ def demo(
             emit({**found.to_dict(), "figure": str(figure)})
             return
         columns = {"test accuracy (%)": "test accuracy (%)", "sparsity (%)": "sparsity (%)", "time": "total"}
-        cells = [row.cells() for row in found.rows]
+        cells = found.cells
         rows = [(name, *(row[c] for c in columns.values())) for name, row in zip(labels, cells, strict=True)]
         show("The same network, weights and minibatches", ("", *columns), rows)
         print(f"\nWhat gRDA left of each layer:\n\n{layerwise(runs.load(folder / 'grda'))[1]}")
@@ -226,7 +226,7 @@ def report(
 
         found, paths = reports.report(run), []
         if is_terminal():  # before the figures, which may fail alone
-            cells = [row.cells() for row in found.rows]
+            cells = found.cells
             show("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2, spare=reports.SPARE)
             for note in found.notes:
                 say(note)
@@ -237,11 +237,9 @@ def report(
                 emit({**found.to_dict(), "figures": [str(path) for path in paths]})
         if not is_terminal():
             return
-        if len(run) == 1 and paths:
-            from dirprune.lab import runs
-
-            epoch, zeros = reports.layerwise(runs.load(run[0]))
-            print(f"\nLayer by layer, after epoch {epoch}:\n\n{zeros}\n")
+        if len(run) == 1 and (networks := found.layers):
+            ((label, (zeros,)),) = networks[next(iter(networks))].items()
+            print(f"\nLayer by layer, {label}:\n\n{zeros}\n")
         for path in paths:
             print(f"figure: {path}")
 
