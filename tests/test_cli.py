@@ -154,7 +154,7 @@ def test_version() -> None:
         ("train", "($DIRPRUNE_DATA or ~/.cache/dirprune)"),
         ("report", "RUN/figures"),
         ("tune", ".501 .51 .55"),
-        ("project", "(the run's own)"),
+        ("resume", "(where the last session found them)"),
         ("score", "(the newest)"),
         ("connect", "(that of run A)"),
     ],
@@ -288,8 +288,8 @@ def test_every_override_reaches_the_configuration(monkeypatch: pytest.MonkeyPatc
 
 
 def test_options_of_another_optimizer_are_told(trained: dict[str, tuple[Path, Result]]) -> None:
-    assert "--c only matter to gRDA" in trained["sgd"][1].stderr
-    assert "only matter" not in trained["grda"][1].stderr
+    assert "--c has no effect with --optimizer sgd." in trained["sgd"][1].stderr
+    assert "no effect" not in trained["grda"][1].stderr
 
 
 def test_without_out_the_run_is_named_after_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,16 +400,16 @@ def test_an_existing_out_is_refused_and_untouched(trained: dict[str, tuple[Path,
         ("train vgg16-cifar10", "`dirprune data cifar10 --to "),
         ("train wrn28x10-cifar100 --data nowhere", "`dirprune data cifar100 --to nowhere`"),
         ("train resnet50-imagenet --data nowhere", "nowhere"),
-        ("resume nowhere", "nowhere is not a run"),
-        ("report nowhere", "nowhere is not a run"),
+        ("resume nowhere", "nowhere does not exist"),
+        ("report nowhere", "nowhere does not exist"),
         ("tune digit", "Did you mean 'digits'?"),
         ("tune digits --mu .6 --mu=-1", "mu=-1.0"),
         ("tune digits --tolerance=-1", "tolerance=-1.0"),
         ("tune digits-short --epochs 6", "1 to 5 epochs"),
         ("bench nothing", "vgg16, wrn28x10, resnet50, small"),
-        ("project nowhere nowhere", "nowhere is not a run"),
-        ("score nowhere", "nowhere is not a run"),
-        ("connect nowhere nowhere", "nowhere is not a run"),
+        ("project nowhere nowhere", "nowhere does not exist"),
+        ("score nowhere", "nowhere does not exist"),
+        ("connect nowhere nowhere", "nowhere does not exist"),
     ],
 )
 def test_errors_are_one_line_and_come_before_any_work(
@@ -454,7 +454,7 @@ def test_a_projection_that_makes_no_sense_is_refused(
 def test_options_that_do_nothing_here_are_told(trained: dict[str, tuple[Path, Result]]) -> None:
     result = call("train", "digits", "--model", LINEAR, "--epochs", 1, "--lean", "--out", "lean")
     assert result.exit_code == 0
-    assert "--lean does nothing in float32; add --precision bfloat16." in result.stderr
+    assert "--lean has no effect in float32; add --precision bfloat16." in result.stderr
     runs_ = [trained[name][0] for name in ("sgd", "grda")]
     result = call("project", *runs_, "--k", 1, "--examples", 100, "--epochs", 1, "--precision", "tf32", "--out", "p")
     assert result.exit_code == 0
@@ -463,7 +463,7 @@ def test_options_that_do_nothing_here_are_told(trained: dict[str, tuple[Path, Re
 
 def test_a_network_without_a_weight_left_is_told_with_the_remedy_and_its_metrics_are_json() -> None:
     result = call("train", "digits", "--model", LINEAR, "--epochs", 1, "--c", 500, "--out", "gone")
-    assert "Every weight is zero: the threshold grew past all of them. Lower --c, now 500." in result.stderr
+    assert "Every weight is zero: the threshold grew past all of them. Lower --c (500) or --lr (0.1)." in result.stderr
     (line,) = Path("gone/metrics.jsonl").read_text().splitlines()
     for text in (result.stdout, line):
         assert json.loads(text, parse_constant=pytest.fail)["norm_ratio"] is None
@@ -655,6 +655,18 @@ def test_a_bar_that_restarts_keeps_its_unit_until_it_is_given_another(
     ]
 
 
+def test_a_dumb_terminal_hears_lines_because_it_shows_no_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "QUIET", 0.0)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    with console.bar("one", total=3, unit="epochs") as advance:
+        advance(1)
+    assert capsys.readouterr().err == "one: 1/3 epochs\n"
+
+
 def test_a_wrong_word_is_a_usage_error() -> None:
     assert call("train", "digits", "--optimizer", "adam").exit_code == 2
     assert call("demo", "--epochs", 0).exit_code == 2
@@ -719,9 +731,25 @@ def test_bench(tmp_path: Path) -> None:
     found = objects(call("bench", "small", "--device", "cpu", "--out", "bench.csv"))
     assert [cost["optimizer"] for cost in found] == ["sgd", "grda"]
     assert all(cost["ms"] > 0 for cost in found)
+    assert [cost["ratio_to_sgd"] for cost in found] == [1.0, found[1]["ms"] / found[0]["ms"]]
     lines = Path("bench.csv").read_text().splitlines()
     assert len(lines) == 3
     assert "hardware" in lines[0]
+
+
+@pytest.mark.usefixtures("_quick_bench", "_terminal")
+def test_ctrl_c_in_bench_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = bench.bench
+
+    def interrupted(name: str, **options: Any) -> Iterator[bench.Cost]:
+        yield next(whole(name, **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "bench", interrupted)
+    result = call("bench", "small", "--device", "cpu")
+    assert result.exit_code == console.INTERRUPTED
+    assert "÷ SGD" in result.stdout
+    assert "Stopped; 1 of 2 measurements are complete." in result.stderr
 
 
 @pytest.mark.usefixtures("_quick_bench", "_terminal")
@@ -813,6 +841,9 @@ def test_reproduce_for_machines_and_people(request: pytest.FixtureRequest) -> No
     ]
     assert cell["published"]["paper"]["mean"] == pytest.approx(90.818, abs=1e-3)
     assert cell["mean"] == pytest.approx(sum(cell["ours"]) / len(cell["ours"]))
+    for name, against in (("deviation", "paper"), ("comparable_deviation", "comparable")):
+        theirs = cell["published"][against]
+        assert cell[name] == pytest.approx((cell["mean"] - theirs["mean"]) / theirs["std"])
     assert "missing: wrn28x10-cifar100, gRDA μ=0.65: no run yet" in call("reproduce", "--results", "none").stderr
     request.getfixturevalue("_terminal")
     shown = call(*command)

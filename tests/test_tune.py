@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -222,6 +223,23 @@ def test_the_command_at_a_terminal_shows_every_trial(tuned: list[str], monkeypat
     assert [row[:3] for row in rows] == [["SGD", "", ""], ["gRDA", "0.0001", "0.6"], ["gRDA", "0.0002", "0.6"]]
     assert lines[-1].startswith("dirprune train digits-short --c 0.0002 --mu 0.6")
     assert "Chosen: c=0.0002, mu=0.6" in result.stderr
+
+
+def test_ctrl_c_shows_the_trials_that_are_done(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("cli", "console"):
+        monkeypatch.setattr(f"dirprune.lab.{module}.is_terminal", lambda: True)
+    whole = tune.tune
+
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[tune.Trial]:
+        yield from islice(whole(*arguments, **options), 2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "tune", interrupted)
+    result = call(*tuned)
+    assert result.exit_code == 130
+    rows = [[word.strip() for word in line.split("│")] for line in result.stdout.splitlines() if "│" in line]
+    assert [row[:3] for row in rows] == [["SGD", "", ""], ["gRDA", "0.0001", "0.6"]]
+    assert result.stderr.startswith("Stopped; the search is not finished. Best so far: c=0.0001, mu=0.6 (")
 
 
 def test_when_nothing_passes_the_command_says_what_to_do(tuned: list[str], imagine: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from dataclasses import asdict, replace
 from enum import Enum
 from itertools import chain
@@ -14,15 +15,18 @@ import typer
 from dirprune import __version__
 from dirprune.lab import cli_compare, cli_reproduce, cli_research
 from dirprune.lab.console import (
+    INTERRUPTED,
     DataOption,
     DeviceOption,
     KeepOption,
     MinutesOption,
+    RunDataOption,
     clear_errors,
     emit,
     integers,
     is_terminal,
     say,
+    say_once,
     show,
 )
 
@@ -174,14 +178,15 @@ def train(
         if chosen.optimizer == "sgd" and (
             idle := [name for name, value in (("--c", c), ("--mu", mu)) if value is not None]
         ):
-            say(f"{' and '.join(idle)} only matter to gRDA: SGD trains without.")
+            say_once(f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect with --optimizer sgd.")
         if lean and chosen.execution(device_of(device).type).precision != "bfloat16":
-            say("--lean does nothing in float32; add --precision bfloat16.")
+            say_once("--lean has no effect in float32; add --precision bfloat16.")
         folder = out or runs.unused(Path("runs") / runs.default_name(chosen))
         factor = chosen.schedule.factor(1, chosen.epochs)
         if chosen.schedule.kind != "cosine" and factor < 1:
             many = f"{chosen.epochs} epoch{'s' if chosen.epochs > 1 else ''}"
-            say(f"At {many} this schedule never reaches --lr: it begins at {factor * chosen.lr:g}.")
+            start = f"training starts at lr {factor * chosen.lr:g}"
+            say_once(f"With {many} this schedule never reaches the base rate; {start}.")
         follow(
             lambda: runs.create(folder, chosen),
             device=device,
@@ -195,7 +200,7 @@ def train(
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    data: DataOption = None,
+    data: RunDataOption = None,
     device: DeviceOption = "auto",
     save_every: SaveOption = None,
     minutes: MinutesOption = None,
@@ -272,15 +277,21 @@ def tune(
         search = tuning.tune(
             chosen, epochs=epochs, tolerance=tolerance, mus=mu or tuning.MUS, device=device_of(device), root=data
         )
-        with bar("trials", total=None) as advance:
+        finished = False
+        with bar("trials", total=None) as advance, suppress(KeyboardInterrupt):
             for trial in search:
                 trials.append(trial)
                 advance(1, note=_trial_text(trial))
                 if not is_terminal():
                     emit(trial.to_dict())
-        if is_terminal():
+            finished = True
+        if is_terminal() and trials:
             show(f"Trials of {length}, on held-out data", _TRIAL_COLUMNS, [_trial_row(t) for t in trials])
         best = tuning.choose(trials)
+        if not finished:
+            so_far = f" Best so far: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero)." if best else ""
+            say(f"Stopped; the search is not finished.{so_far}")
+            raise typer.Exit(INTERRUPTED)
         if best is None:
             say("No c passed: allow a larger --tolerance or longer trials (--epochs).")
             raise typer.Exit(1)
@@ -351,17 +362,19 @@ def bench(
 
         where = device_of(device)
         names = model or (["vgg16", "wrn28x10", "resnet50"] if where.type == "cuda" else ["small"])
-        costs = []
-        with bar("benchmarks", total=2 * len(names)) as advance:
+        costs: list[benchmark.Cost] = []
+        finished = False
+        with bar("benchmarks", total=2 * len(names)) as advance, suppress(KeyboardInterrupt):
             for name in names:
                 for cost in benchmark.bench(name, device=where, lean=lean):
                     costs.append(cost)
                     advance(1, note=f"{cost.model} {cost.optimizer}: {cost.ms:.2f} ms")
                     if not is_terminal():
-                        emit(cost.to_dict())
+                        emit({**cost.to_dict(), "ratio_to_sgd": benchmark.ratio_to_sgd(cost, costs)})
                 if out:  # network by network: what is measured is kept
                     benchmark.write(costs, out, where)
-        if is_terminal():
+            finished = True
+        if is_terminal() and costs:
             show("A training step", benchmark.COLUMNS, benchmark.table(costs), left=2, spare=benchmark.SPARE)
         if bars := benchmark.bars(costs):
             if is_terminal():
@@ -369,6 +382,9 @@ def bench(
             else:
                 for each in bars:
                     emit({**asdict(each), "met": each.met})
+        if not finished:
+            say(f"Stopped; {len(costs)} of {2 * len(names)} measurements are complete.")
+            raise typer.Exit(INTERRUPTED)
 
 
 app.add_typer(cli_research.app)

@@ -70,7 +70,8 @@ def reproduce(
         else:
             for cell in cells:
                 if not cell.missing:
-                    emit({**asdict(cell), "mean": cell.mean, "deviation": cell.deviation})
+                    off_by = {"deviation": cell.deviation, "comparable_deviation": cell.honest_deviation}
+                    emit({**asdict(cell), "mean": cell.mean, **off_by})
         for line in (comparing.summary(cells), *(f"missing: {gap}" for gap in comparing.missing(cells))):
             say(line)
         if not (results / "ledger.csv").exists():

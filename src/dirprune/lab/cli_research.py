@@ -13,6 +13,7 @@ from dirprune.lab.console import (
     DeviceOption,
     Interruption,
     MinutesOption,
+    RunDataOption,
     bar,
     clear_errors,
     emit,
@@ -26,9 +27,6 @@ app = typer.Typer()
 GOES_ON = "Stopped; the same command goes on."
 
 OutOption = Annotated[Path, typer.Option(help="Folder for tables and figures; the same command goes on with it.")]
-DataOption = Annotated[
-    Path | None, typer.Option("--data", help="Folder of the data sets.", show_default="the run's own")
-]
 ExamplesOption = Annotated[
     int | None, typer.Option(min=1, help="Training examples in the Hessian, a fixed part.", show_default="all")
 ]
@@ -88,7 +86,7 @@ def project(
     max_iterations: Annotated[int, typer.Option(min=1, help="Hessian products an epoch, at most.")] = 300,
     seed: int = 0,
     minutes: MinutesOption = None,
-    data: DataOption = None,
+    data: RunDataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Measure how much of gRDA's difference from SGD lies in the leading Hessian eigenspace, along training."""
@@ -152,7 +150,7 @@ def score(
     max_iterations: Annotated[int, typer.Option(min=1, help="Hessian products, at most.")] = 2000,
     seed: int = 0,
     minutes: MinutesOption = None,
-    data: DataOption = None,
+    data: RunDataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Prune a trained network along its flat directions, beside magnitude pruning and optimal brain damage."""
@@ -219,7 +217,7 @@ def connect(
     epoch_b: Annotated[int | None, typer.Option(help="Checkpoint of run B.", show_default="the newest")] = None,
     seed: int = 0,
     minutes: MinutesOption = None,
-    data: DataOption = None,
+    data: RunDataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Join two networks by a curve of low loss; profile it, and draw the plane it lies in."""

@@ -53,6 +53,12 @@ def say(message: str) -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
+def say_once(message: str) -> None:
+    """Say it in the first of the processes that torchrun started, not in every one."""
+    if os.environ.get("RANK", "0") == "0":
+        say(message)
+
+
 def wrapped(text: str) -> str:
     """Return a text as lines that the terminal has room for; an indent of four marks a command, which stays whole."""
     width = max(Console(stderr=True).width, 20)
@@ -218,6 +224,10 @@ DataOption = Annotated[
     Path | None,
     typer.Option("--data", help="Folder of the data sets.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune"),
 ]
+RunDataOption = Annotated[
+    Path | None,
+    typer.Option("--data", help="Folder of the data sets.", show_default="where the last session found them"),
+]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest there is.")]
 KeepOption = Annotated[str | None, typer.Option(help="Epochs whose checkpoints stay, e.g. 0,10,100.")]
 MinutesOption = Annotated[
@@ -301,7 +311,7 @@ def bar(description: str, total: float | None, *, unit: str = "") -> Iterator[Ca
     Gives ``advance(count, note="…", total=…, restart="new description", unit="…")``.
     """
     console = Console(stderr=True)
-    hidden = not console.is_terminal
+    hidden = not console.is_terminal or console.is_dumb_terminal  # where rich draws nothing either
     columns = _columns(console.width)
     spoken = time.monotonic()
     # Results must reach stdout, which may be a file while the bar is at a terminal.
