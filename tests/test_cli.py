@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from dirprune.lab import (
     cli_research,
     connectivity,
     console,
+    direction_plots,
     download,
     follow,
     recipes,
@@ -40,6 +42,8 @@ from dirprune.lab import (
     theory_report,
 )
 from dirprune.lab.experiment import assemble
+from dirprune.limit_law import LimitRow
+from dirprune.theory import TheoremRow
 
 MODULE = """
 from torch import nn
@@ -140,6 +144,7 @@ def test_a_terminal_of_few_letters_is_told_what_it_can_show(tmp_path: Path) -> N
     command = [sys.executable, "-m", "dirprune", "train", "--help"]
     done = subprocess.run(command, capture_output=True, check=True, env=environment)
     assert b"--mu" in done.stdout
+    assert b"strength, >= 0." in done.stdout
 
 
 def test_version() -> None:
@@ -383,13 +388,13 @@ def test_an_existing_out_is_refused_and_untouched(trained: dict[str, tuple[Path,
     ("words", "told"),
     [
         ("train vgg-cifar", "Did you mean 'vgg16-cifar10'? Known: digits,"),
-        ("train digits --c=-1", "c=-1.0"),
-        ("train digits --c nan", "c=nan"),
-        ("train digits --mu 0", "mu=0.0"),
-        ("train digits --lr 0", "lr=0.0"),
-        ("train digits --epochs 0", "epochs=0"),
-        ("train digits --batch-size 0", "batch_size=0"),
-        ("train digits --validation 1", "validation=1.0"),
+        ("train digits --c=-1", "--c -1 cannot be used"),
+        ("train digits --c nan", "--c nan"),
+        ("train digits --mu 0", "--mu 0 cannot"),
+        ("train digits --lr 0", "--lr 0 cannot"),
+        ("train digits --epochs 0", "--epochs 0 cannot be used; train for at least one epoch"),
+        ("train digits --batch-size 0", "--batch-size 0 cannot"),
+        ("train digits --validation 1", "--validation 1 cannot"),
         ("train digits --keep some", "--keep 'some'"),
         ("train digits --keep 0,99 --epochs 1", "names epoch 99, and the run ends after epoch 1"),
         ("train digits --device cuda", "torch finds no CUDA device here; give --device cpu"),
@@ -403,7 +408,7 @@ def test_an_existing_out_is_refused_and_untouched(trained: dict[str, tuple[Path,
         ("resume nowhere", "nowhere does not exist"),
         ("report nowhere", "nowhere does not exist"),
         ("tune digit", "Did you mean 'digits'?"),
-        ("tune digits --mu .6 --mu=-1", "mu=-1.0"),
+        ("tune digits --mu .6 --mu=-1", "--mu -1 cannot"),
         ("tune digits --tolerance=-1", "tolerance=-1.0"),
         ("tune digits-short --epochs 6", "1 to 5 epochs"),
         ("bench nothing", "vgg16, wrn28x10, resnet50, small"),
@@ -432,6 +437,25 @@ def test_a_folder_that_cannot_be_made_is_told_before_any_work(monkeypatch: pytes
     result = call("theory", "--out", "file")
     assert result.exit_code == 1
     assert result.stderr == "dirprune: File exists: file; choose another folder\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "No space left on device: a/b; make room, or choose another folder"),
+        (errno.EROFS, "Read-only file system: a/b; choose another folder"),
+        (errno.EIO, "Input/output error: a/b"),
+    ],
+)
+def test_what_a_disk_refuses_is_told_with_the_remedy(
+    number: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit), console.clear_errors():
+        raise OSError(number, os.strerror(number), "a/b")
+    assert capsys.readouterr().err == f"dirprune: {message}\n"
+    with pytest.raises(typer.Exit), console.clear_errors():
+        raise OSError(number, "nothing was saved; do this and that", "a/b")  # a remedy of its own
+    assert capsys.readouterr().err == "dirprune: nothing was saved; do this and that: a/b\n"
 
 
 @pytest.mark.parametrize(
@@ -681,15 +705,24 @@ def test_recipes_for_machines() -> None:
 
 
 @pytest.mark.usefixtures("_terminal")
-@pytest.mark.parametrize("columns", ["80", "160"])
+@pytest.mark.parametrize("columns", ["60", "80", "160"])
 def test_recipes_can_be_read_at_a_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     lines = call("recipes").stdout.splitlines()
     for name in recipes.names():
         (line,) = [line for line in lines if line.split()[:1] == [name]]
         assert [word.strip() for word in line.split("│")][2] == str(recipes.get(name).epochs)
-    assert "0.501 0.55 0.6 0.65" in " ".join(lines)
+    assert columns == "60" or "0.501 0.55 0.6 0.65" in " ".join(lines)
     assert max(map(len, lines)) <= int(columns)
+
+
+def test_a_recipe_can_be_looked_at(request: pytest.FixtureRequest) -> None:
+    assert [values["name"] for values in objects(call("recipes", "digits"))] == ["digits"]
+    assert "Did you mean 'digits'?" in call("recipes", "digit").stderr
+    request.getfixturevalue("_terminal")
+    cells = [[word.strip() for word in line.split("│")] for line in call("recipes", "digits").stdout.splitlines()]
+    for row in (["batch_size", "32"], ["schedule", "kind constant-linear-constant"], ["exempt", "–"]):
+        assert row in cells
 
 
 @pytest.mark.parametrize("source", ["present", "archive", "download"])
@@ -780,6 +813,13 @@ def test_theory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "numbers, pictures" in result.stderr
 
 
+def test_the_columns_of_theory_are_words() -> None:
+    names = {field.name for kind in (TheoremRow, LimitRow) for field in fields(kind)}
+    assert set(theory_report.HEADERS) == names
+    assert set(theory_report.SPARE) <= set(theory_report.HEADERS.values())
+    assert not [header for header in theory_report.HEADERS.values() if "_" in header]
+
+
 def test_project(trained: dict[str, tuple[Path, Result]]) -> None:
     sgd, grda = trained["sgd"][0], trained["grda"][0]
     options = {"--k": 2, "--epochs": "1,2", "--examples": 100, "--max-iterations": 30, "--out": "out"}
@@ -797,6 +837,32 @@ def test_score(trained: dict[str, tuple[Path, Result]]) -> None:
     assert {row["k"] for row in rows if row["method"] == "directional"} >= {2}
     for name in ("score.csv", "score.png"):
         assert Path("out", name).exists()
+
+
+def test_score_shows_also_what_earlier_commands_measured(
+    trained: dict[str, tuple[Path, Result]], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue("_terminal")
+    drawn: list[Any] = []
+    whole = direction_plots.score_figure
+    monkeypatch.setattr(direction_plots, "score_figure", lambda rows: (drawn.append(rows), whole(rows))[1])
+    options = {"--samples": 2, "--examples": 100, "--max-iterations": 60, "--tolerance": 0.01, "--out": "out"}
+    for k in (2, 0):
+        result = call("score", trained["sgd"][0], "--k", k, *flat(options))
+    ks = [row.k for row in drawn[-1] if row.method == "directional"]
+    assert ks == sorted(ks)
+    assert set(ks) == {0, 2}
+    cells = [[word.strip() for word in line.split("│")][:2] for line in result.stdout.splitlines()]
+    assert {("directional", "0"), ("directional", "2")} < {tuple(cell) for cell in cells}
+
+
+def test_more_eigenvectors_than_weights_are_refused_before_a_folder_is_made(
+    trained: dict[str, tuple[Path, Result]],
+) -> None:
+    result = call("score", trained["sgd"][0], "--k", "0,100000", "--out", "out")
+    assert result.exit_code == 1
+    assert "k=100000: the network has 650 weights" in result.stderr
+    assert not Path("out").exists()
 
 
 def test_connect_and_its_table_at_a_terminal(

@@ -88,7 +88,13 @@ def test_a_lock_is_nothing_measured(tmp_path: Path) -> None:
     settle(tmp_path, {"k": 1}, {})
     with locked(tmp_path):
         settle(tmp_path, {"k": 2}, {})
-        with pytest.raises(InUse, match=f"being written by process {os.getpid()}"), locked(tmp_path):
+        with (
+            pytest.raises(
+                InUse,
+                match=f"written by process {os.getpid()} on .*; wait for it, or stop it with `kill {os.getpid()}`",
+            ),
+            locked(tmp_path),
+        ):
             pass
     with locked(tmp_path):
         pass

@@ -16,6 +16,7 @@ from dirprune import __version__
 from dirprune.lab import cli_compare, cli_reproduce, cli_research
 from dirprune.lab.console import (
     INTERRUPTED,
+    NOTHING,
     DataOption,
     DeviceOption,
     KeepOption,
@@ -333,15 +334,21 @@ def data(
 
 
 @app.command()
-def recipes() -> None:
-    """List the recipes."""
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Show every value of this one.", show_default="list all")] = None,
+) -> None:
+    """List the recipes, or show every value of one."""
     with clear_errors():
         from dirprune.lab import recipes as known
 
-        found = [known.get(name) for name in known.names()]
+        found = [known.get(each) for each in ([name] if name else known.names())]
         if not is_terminal():
             for recipe in found:
                 emit(recipe.to_dict())
+            return
+        if name:
+            values = found[0].to_dict()
+            show(f"dirprune train {name}", ("field", "value"), [(key, _text(values[key])) for key in values], left=2)
             return
         rows = [(r.name, r.about + _published(r.published), str(r.epochs), f"{r.c:g}", f"{r.mu:g}") for r in found]
         show("dirprune train RECIPE", ("recipe", "what", "epochs", "c", "μ"), rows, left=2, spare=("c", "μ"))
@@ -390,6 +397,17 @@ def bench(
 app.add_typer(cli_research.app)
 app.add_typer(cli_compare.app)
 app.add_typer(cli_reproduce.app)
+
+
+def _text(value: Any) -> str:
+    """Return a value of a recipe as a table shows it."""
+    if isinstance(value, dict):
+        return "\n".join(f"{key} {_text(each)}" for key, each in value.items())
+    if isinstance(value, tuple):
+        return (
+            "\n".join(" ".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in value) or NOTHING
+        )
+    return NOTHING if value == "" else str(value)
 
 
 def _published(settings: tuple[tuple[float, float], ...]) -> str:

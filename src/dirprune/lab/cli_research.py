@@ -61,8 +61,9 @@ def theory(
         if is_terminal():
             for part, rows in found.items():
                 cells = [["–" if value is None else f"{value:.4g}" for value in row.values()] for row in rows]
-                show(part, list(rows[0]), cells, left=0, spare=theory_report.SPARE)
-        say(f"Numbers and figures: {out}{f', {figures}' if figures else ''}. What they mean: docs/theory.md")
+                show(part, [theory_report.HEADERS[name] for name in rows[0]], cells, left=0, spare=theory_report.SPARE)
+        folders = f"{out}, {figures}" if figures else str(out)
+        say(f"Numbers and figures: {folders}. They are explained in docs/theory.md of the repository.")
 
 
 @app.command()
@@ -158,7 +159,7 @@ def score(
         from dirprune.lab import plots, runs
         from dirprune.lab.direction_plots import score_figure
         from dirprune.lab.follow import device_of
-        from dirprune.lab.scoring import ScoreRow
+        from dirprune.lab.scoring import ScoreRow, measured
         from dirprune.lab.scoring import score as scoring
         from dirprune.lab.spectrum import Lanczos
 
@@ -176,7 +177,8 @@ def score(
             device=where,
             root=data or found.last_root(),
         )
-        rows = _collect(steps, ScoreRow, Interruption(minutes))
+        _collect(steps, ScoreRow, Interruption(minutes))
+        rows = measured(out)  # with those of earlier commands
         figure = plots.save(score_figure(rows), out / "score.png")
         if is_terminal():
             cells = [
@@ -192,7 +194,8 @@ def score(
             ]
             columns = ("method", "k", "λ", "sparsity (%)", "train loss", "test accuracy (%)")
             show("Pruned without retraining", columns, cells)
-            say("λ is that of the path; of the other methods it is the greatest |w| or saliency that was pruned.")
+            of_others = "for the other methods, the largest |w| or saliency pruned"
+            say(f"λ: path parameter for directional pruning; {of_others}.")
         say(f"Numbers: {out}; figure: {figure}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -120,12 +121,17 @@ def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith("dirprune.")
 
 
-_NOT_THERE = (PermissionError, FileExistsError, NotADirectoryError)
+_REMEDIES = {
+    **dict.fromkeys(("EACCES", "EPERM", "EEXIST", "ENOTDIR", "EROFS"), "; choose another folder"),
+    **dict.fromkeys(("ENOSPC", "EDQUOT"), "; make room, or choose another folder"),
+}
 
 
 def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        remedy = "; choose another folder" if isinstance(error, _NOT_THERE) else ""
+        known = errno.errorcode.get(error.errno or 0, "")
+        # A message of ours, in the place of the system's, has its own remedy.
+        remedy = _REMEDIES.get(known, "") if error.strerror.startswith(os.strerror(error.errno or 0)) else ""
         return f"{error.strerror}: {error.filename}{remedy}" if error.filename else error.strerror
     return str(error)
 
@@ -201,14 +207,19 @@ def _caption(same: Sequence[_Column], gone: Sequence[_Column]) -> str:
 
 
 def _table(title: str, columns: Sequence[_Column], words: int | None = None, caption: str = "") -> Table:
-    """Return a table; where ``words`` is given, headers may be broken, and words longer than that, but no numbers."""
+    """Return a table; where ``words`` is given, headers may be broken, and words longer than that, but no numbers.
+
+    The first column is never broken: it holds the names that the rows are known by.
+    """
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", show_edge=False)
     table.caption, table.caption_justify, table.caption_style = caption or None, "left", "none"
-    for column in columns:
+    for number, column in enumerate(columns):
         header = column.header
         whole = max(column.longest, *map(len, [header] if words is None else header.split()), 0)
         if column.words:
-            table.add_column(header, min_width=whole if words is None else min(whole, words), overflow="fold")
+            named = number == 0
+            least = whole if words is None or named else min(whole, words)
+            table.add_column(header, min_width=least, overflow="fold", no_wrap=named)
         else:
             table.add_column(header, width=whole, justify="right")
     for cells in zip(*(column.cells for column in columns), strict=True):

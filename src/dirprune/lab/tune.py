@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dirprune.lab.experiment import assemble
-from dirprune.lab.recipes import Recipe
+from dirprune.lab.recipes import Recipe, changed
 from dirprune.lab.train import Divergence, EpochRecord, train
 
 MUS = (0.501, 0.51, 0.55)
@@ -63,7 +63,7 @@ def tune(
     if not tolerance >= 0:
         raise ValueError(f"tolerance={tolerance}: give the points of accuracy that may be lost, ≥ 0")
     recipe = replace(recipe, validation=recipe.validation or VALIDATION)
-    starts = [replace(recipe, optimizer="grda", c=C_START, mu=mu) for mu in mus]  # a bad μ is refused before any work
+    starts = [changed(recipe, optimizer="grda", c=C_START, mu=mu) for mu in mus]  # a bad μ is refused before any work
     baseline = _last(replace(recipe, optimizer="sgd"), epochs, device, root)
     if baseline is None:
         raise ValueError(f"SGD itself diverges at lr={recipe.lr}; tune the learning rate first (--lr)")
