@@ -130,7 +130,7 @@ def test_the_commands_are_there_without_torch_numpy_or_matplotlib() -> None:
 
 @pytest.mark.parametrize(
     ("redirection", "said"),
-    [(">/dev/full", "stdout takes no more (No space left on device)"), (">&-", ""), ("|true", "")],
+    [(">/dev/full", "cannot write to stdout (No space left on device)"), (">&-", ""), ("|true", "")],
 )
 def test_that_nobody_takes_the_results_stops_nothing(redirection: str, said: str) -> None:
     command = f"{sys.executable} -m dirprune recipes {redirection}"
@@ -198,7 +198,7 @@ def test_a_demo_that_is_stopped_says_how_to_see_it_whole(tmp_path: Path, monkeyp
     monkeypatch.setattr("dirprune.lab.follow.follow", stopped)
     result = call("demo", "--out", tmp_path / "out")
     assert result.exit_code == console.INTERRUPTED
-    assert "`dirprune demo` begins anew" in result.stderr
+    assert "run `dirprune demo` again" in result.stderr
 
 
 def test_demo_trains_both_from_the_same_weights(demo: tuple[Path, Result]) -> None:
@@ -482,7 +482,7 @@ def test_options_that_do_nothing_here_are_told(trained: dict[str, tuple[Path, Re
     runs_ = [trained[name][0] for name in ("sgd", "grda")]
     result = call("project", *runs_, "--k", 1, "--examples", 100, "--epochs", 1, "--precision", "tf32", "--out", "p")
     assert result.exit_code == 0
-    assert "Only a GPU has tf32: here it is float32." in result.stderr
+    assert "tf32 needs a GPU; using float32 here." in result.stderr
 
 
 def test_a_network_without_a_weight_left_is_told_with_the_remedy_and_its_metrics_are_json() -> None:
@@ -513,7 +513,7 @@ def test_a_foreign_warning_stays_a_warning() -> None:
         warnings.warn("not ours", UserWarning, stacklevel=1)
 
 
-@pytest.mark.parametrize(("verb", "says"), [("tune", "Stopped."), ("score", "the same command goes on")])
+@pytest.mark.parametrize(("verb", "says"), [("tune", "Stopped."), ("score", "run the same command to continue")])
 def test_ctrl_c_is_answered(
     verb: str, says: str, trained: dict[str, tuple[Path, Result]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

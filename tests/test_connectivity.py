@@ -203,7 +203,7 @@ def test_ctrl_c_keeps_the_epochs_that_were_fitted(
     stopped = CliRunner().invoke(cli.app, words)
     assert stopped.exit_code == console.INTERRUPTED
     assert "Stopping after this epoch or point" in stopped.stderr
-    assert "the same command goes on" in stopped.stderr
+    assert "run the same command to continue" in stopped.stderr
     assert checkpoint.epochs(tmp_path / "job" / "checkpoints") == [1]
     monkeypatch.setattr(connectivity, "fit_curve", fit_curve)
     assert CliRunner().invoke(cli.app, words).exit_code == 0

@@ -416,7 +416,7 @@ def test_a_run_goes_on_on_another_kind_of_machine(tmp_path: Path) -> None:
 def test_a_configuration_that_was_changed_is_refused(tmp_path: Path) -> None:
     run = uninterrupted(tmp_path / "run")
     for change, words in [
-        ({"c": 0.5}, "c=0.5, and this run was trained with"),
+        ({"c": 0.5}, "c=0.5, but this run was trained with"),
         ({"seed": 7}, "seed=7"),
         ({"epochs": 9}, "epochs=9"),
         ({"optimizer": "sgd"}, "optimizer='sgd'"),
@@ -530,7 +530,9 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_records(tmp_path: Path) -> N
     run = runs.create(tmp_path / "run", SHORT)
     records = finish(run)
     shutil.rmtree(run.checkpoints)
-    with pytest.raises(ValueError, match="4 recorded epochs and no checkpoint to go on from; put its checkpoints back"):
+    with pytest.raises(
+        ValueError, match="4 recorded epochs and no checkpoint to continue from; restore its checkpoints"
+    ):
         finish(run)
     assert run.records() == records
     assert run.outcome() is not None
@@ -540,7 +542,7 @@ def test_a_run_whose_records_are_gone_says_so_and_goes_on(tmp_path: Path) -> Non
     run = runs.create(tmp_path / "run", SHORT)
     finish(run, stopping=after(2))
     (run.folder / "metrics.jsonl").unlink()
-    with pytest.warns(LostRecords, match=r"metrics.jsonl ends at epoch 0, the newest checkpoint is of epoch 2"):
+    with pytest.warns(LostRecords, match=r"metrics.jsonl ends at epoch 0, but the newest checkpoint is of epoch 2"):
         assert [record.epoch for record in finish(run)] == [3, 4]
 
 

@@ -86,7 +86,7 @@ def test_the_first_ctrl_c_finishes_the_epoch_and_saves() -> None:
     assert result.exit_code == 130
     assert [json.loads(line)["epoch"] for line in result.stdout.splitlines()] == [1, 2]
     assert result.stderr.splitlines() == [
-        "Stopping after this epoch; press Ctrl-C again to stop at once.",
+        "Stopping after this epoch; press Ctrl-C again to stop immediately.",
         "Stopped; saved up to epoch 2 of 4. Continue with:",
         "    dirprune resume run",
     ]

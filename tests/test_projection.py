@@ -504,6 +504,6 @@ def test_a_study_that_is_stopped_says_that_it_goes_on(
         patch.setattr(projection, "project", slow)
         stopped = call(*command, *([stop, 0.001] if stop == "--minutes" else []))
     assert stopped.exit_code == (0 if stop == "--minutes" else 130)
-    assert "Stopped; the same command goes on." in stopped.stderr
+    assert "Stopped; run the same command to continue." in stopped.stderr
     assert not (tmp_path / "p" / "projection.csv").exists()
     assert len(objects(call(*command))) == 2

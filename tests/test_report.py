@@ -177,7 +177,7 @@ def test_notes_say_why_a_run_has_not_all_its_epochs(tmp_path: Path) -> None:
         if outcome:
             run.conclude(outcome)
     notes = report([tmp_path / name for name in ("nan", "cut", "short")]).notes
-    for words in ("nan diverged: the loss became nan; train it anew", "cut has ended, but", "dirprune resume"):
+    for words in ("nan diverged: the loss became nan; train again", "cut has ended, but", "dirprune resume"):
         assert sum(words in note for note in notes) == 1
 
 

@@ -582,7 +582,7 @@ def test_training_that_is_stopped_is_in_the_ledger_and_goes_on(
         patch.setattr(series, "series", interrupted)
         stopped = call(*command, "--keep", "1")
     assert stopped.exit_code == 130
-    assert "Stopped with 1 of 2 runs at their end; the same command goes on." in stopped.stderr
+    assert "Stopped; 1 of 2 runs are complete. Run the same command to continue." in stopped.stderr
     assert [epochs for _, epochs in names_and_epochs(tmp_path / "results")] == [3, 2]
     assert call(*command, "--keep", "2").exit_code == 0
     second = runs.load(tmp_path / "runs" / runs.default_name(TWO[1]))

@@ -83,7 +83,7 @@ def test_a_name_tells_the_method_and_its_options() -> None:
 def test_an_existing_folder_is_never_overwritten(run: Run, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in run.folder.iterdir()}
     with pytest.raises(
-        RunExists, match=r"never overwritten; go on with `dirprune resume .*run`, or give another --out"
+        RunExists, match=r"never overwritten; continue it with `dirprune resume .*run`, or give another --out"
     ):
         runs.create(run.folder, recipes.get("digits-short"))
     assert {path: path.read_bytes() for path in run.folder.iterdir()} == before
@@ -119,7 +119,7 @@ def test_what_is_not_a_run_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"is not a run: it has no config.json; `dirprune train` makes one"):
         runs.load(tmp_path / "empty")
-    with pytest.raises(FileNotFoundError, match=rf"is not a run: it has no config.json; in it are {run.folder}"):
+    with pytest.raises(FileNotFoundError, match=rf"is not a run: it has no config.json; it contains {run.folder}"):
         runs.load(run.folder.parent)
     config = run.folder / "config.json"
     values = json.loads(config.read_text())
@@ -279,7 +279,7 @@ def test_where_a_run_came_from_is_worth_less_than_the_run(run: Run, content: byt
 def test_weights_of_the_newest_or_of_a_given_epoch(run: Run, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no checkpoint yet; `dirprune resume"):
         runs.weights_of(runs.create(tmp_path / "new", recipes.get("digits")))
-    with pytest.raises(FileNotFoundError, match="are gone; train it again"):
+    with pytest.raises(FileNotFoundError, match="are gone; train again"):
         runs.weights_of(run)
     for epoch in (1, 2):
         checkpoint.save(run.checkpoints, epoch, {"model": {"w": torch.full((2,), float(epoch))}})

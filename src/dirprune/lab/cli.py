@@ -55,17 +55,20 @@ class DownloadName(str, Enum):
     cifar100 = "cifar100"
 
 
-SaveOption = Annotated[int | None, typer.Option(min=1, help="Epochs between checkpoints.", show_default="one a minute")]
+SaveOption = Annotated[
+    int | None, typer.Option(min=1, help="Epochs between checkpoints.", show_default="one per minute")
+]
 BoardOption = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard event files into the run.")]
 LeanOption = Annotated[
-    bool | None, typer.Option("--lean/--no-lean", help="With bfloat16, keep gRDA's weights in it: the same numbers.")
+    bool | None,
+    typer.Option("--lean/--no-lean", help="With bfloat16, store gRDA's weights in bfloat16; results are unchanged."),
 ]
 SeedOption = Annotated[
-    int | None, typer.Option(help="Of initial weights, order of the data and augmentation.", show_default="0")
+    int | None, typer.Option(help="Random seed for initial weights, data order and augmentation.", show_default="0")
 ]
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`.")]
 RateOption = Annotated[float | None, typer.Option(help="Base learning rate.")]
-BatchOption = Annotated[int | None, typer.Option(help="Examples a step, over all processes.")]
+BatchOption = Annotated[int | None, typer.Option(help="Global batch size, summed over all processes.")]
 ModelOption = Annotated[str | None, typer.Option(help="Another network, or your own as package.module:name.")]
 
 
@@ -81,7 +84,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Read what stands before the verb."""
+    """Handle the options that come before the verb."""
 
 
 @app.command()
@@ -103,7 +106,7 @@ def demo(
             try:
                 follow(run, device="cpu", title=name, quiet=True)
             except typer.Exit:
-                say("That goes on with this run alone; `dirprune demo` begins anew, with both.")
+                say("This resumes only the interrupted run; run `dirprune demo` again to repeat both.")
                 raise
         found = report([folder / "sgd", folder / "grda"])
         labels = dict(zip(("SGD", "gRDA"), (group.records for group in found.groups), strict=True))
@@ -116,7 +119,7 @@ def demo(
         rows = [(name, *(row[c] for c in columns.values())) for name, row in zip(labels, cells, strict=True)]
         show("The same network, weights and minibatches", ("", *columns), rows)
         print(f"\nWhat gRDA left of each layer:\n\n{layerwise(runs.load(folder / 'grda'))[1]}")
-        print(f"\nThe figure (accuracy and sparsity over training): {figure}")
+        print(f"\nFigure (accuracy and sparsity over training): {figure}")
         print("In your own script:")
         numbers = f"lr={recipe.lr:g}, c={recipe.c:g}, mu={recipe.mu:g}"
         print(f"    optimizer = dirprune.GRDA(model.parameters(), {numbers})")
@@ -129,13 +132,16 @@ def train(
     c: Annotated[float | None, typer.Option(help="gRDA's pruning strength, ≥ 0.")] = None,
     mu: Annotated[float | None, typer.Option(help="gRDA's growth exponent, > 0.")] = None,
     lr: RateOption = None,
-    epochs: Annotated[int | None, typer.Option(help="Length of the schedule.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Number of epochs to train.")] = None,
     batch_size: BatchOption = None,
     seed: SeedOption = None,
     model: ModelOption = None,
-    validation: Annotated[float | None, typer.Option(help="Hold out this share of train and report on it.")] = None,
+    validation: Annotated[
+        float | None,
+        typer.Option(help="Hold out this fraction of the training set and report on it instead of the test set."),
+    ] = None,
     keep: KeepOption = None,
-    precision: Annotated[Precision | None, typer.Option(help="Of forward and backward.")] = None,
+    precision: Annotated[Precision | None, typer.Option(help="Precision of the forward and backward pass.")] = None,
     compile: Annotated[  # noqa: A002
         bool | None, typer.Option("--compile/--no-compile", help="torch.compile the network.")
     ] = None,
@@ -147,7 +153,7 @@ def train(
     minutes: MinutesOption = None,
     tensorboard: BoardOption = False,
 ) -> None:
-    """Train a network by a recipe; what you do not give stays as the recipe has it.
+    """Train a recipe. Options you leave out keep the recipe's values.
 
     On several processes: torchrun --nproc-per-node N -m dirprune train RECIPE …
     """
@@ -207,7 +213,7 @@ def resume(
     minutes: MinutesOption = None,
     tensorboard: BoardOption = False,
 ) -> None:
-    """Go on with a run from its last good checkpoint."""
+    """Continue a run from its last good checkpoint."""
     with clear_errors():
         from dirprune.lab import runs
         from dirprune.lab.follow import follow
@@ -254,7 +260,7 @@ def report(
 def tune(
     recipe: RecipeArgument,
     epochs: Annotated[int, typer.Option(min=1, help="Length of a trial; the paper used 1 to 5.")] = 3,
-    tolerance: Annotated[float, typer.Option(help="Points of accuracy that a trial may lie below SGD.")] = 1.0,
+    tolerance: Annotated[float, typer.Option(help="How many points of accuracy a trial may lose against SGD.")] = 1.0,
     mu: Annotated[
         list[float] | None, typer.Option(help="Search c for this μ; may be repeated.", show_default=".501 .51 .55")
     ] = None,
@@ -265,7 +271,7 @@ def tune(
     data: DataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Choose c and μ by the paper's rule: the greatest c that keeps SGD's accuracy, on held-out training data."""
+    """Choose c and μ by the paper's rule: the largest c that keeps SGD's accuracy, on held-out training data."""
     with clear_errors():
         from dirprune.lab import recipes
         from dirprune.lab import tune as tuning
@@ -294,7 +300,7 @@ def tune(
             say(f"Stopped; the search is not finished.{so_far}")
             raise typer.Exit(INTERRUPTED)
         if best is None:
-            say("No c passed: allow a larger --tolerance or longer trials (--epochs).")
+            say("No c passed; try a larger --tolerance or longer trials (--epochs).")
             raise typer.Exit(1)
         options = {"c": best.c, "mu": best.mu, "lr": lr, "batch-size": batch_size, "seed": seed, "model": model}
         words = [(f"--{name}", str(value)) for name, value in {**options, "data": data}.items() if value is not None]
@@ -308,8 +314,10 @@ def tune(
 
 @app.command()
 def data(
-    name: Annotated[DownloadName, typer.Argument(help="Which data set.")],
-    to: Annotated[Path | None, typer.Option(help="Folder.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune")] = None,
+    name: Annotated[DownloadName, typer.Argument(help="The data set to download.")],
+    to: Annotated[
+        Path | None, typer.Option(help="Folder to put it in.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune")
+    ] = None,
 ) -> None:
     """Download a data set, check it and unpack it."""
     with clear_errors():
@@ -327,7 +335,7 @@ def data(
                 seen = done
 
             fetched = fetch(name.value, folder, progress=progress)
-        how = {"present": "already there, and verified", "archive": "unpacked from the archive that was there"}
+        how = {"present": "already present and verified", "archive": "unpacked from the archive that was already there"}
         say(f"{fetched.folder}: {how.get(fetched.source, 'downloaded and verified')}. Use it with --data {folder}")
         if not is_terminal():
             emit({"folder": str(fetched.folder), "source": fetched.source})
@@ -335,7 +343,9 @@ def data(
 
 @app.command()
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="Show every value of this one.", show_default="list all")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Show every value of this recipe.", show_default="list all")
+    ] = None,
 ) -> None:
     """List the recipes, or show every value of one."""
     with clear_errors():
@@ -356,12 +366,14 @@ def recipes(
 
 @app.command()
 def bench(
-    model: Annotated[list[str] | None, typer.Argument(help="vgg16, wrn28x10, resnet50, small.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Argument(help="Networks to measure: vgg16, wrn28x10, resnet50, small.")
+    ] = None,
     lean: LeanOption = None,
     out: Annotated[Path | None, typer.Option(help="Also write the numbers to this CSV file.")] = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Measure a training step with SGD and with gRDA, beside the arithmetic floor and the paper's figures."""
+    """Time a training step with SGD and with gRDA, next to the arithmetic floor and the paper's figures."""
     with clear_errors():
         from dirprune.lab import bench as benchmark
         from dirprune.lab.console import bar
@@ -385,7 +397,7 @@ def bench(
             show("A training step", benchmark.COLUMNS, benchmark.table(costs), left=2, spare=benchmark.SPARE)
         if bars := benchmark.bars(costs):
             if is_terminal():
-                show("\nWhat we ask of it", benchmark.BAR_COLUMNS, [each.cells() for each in bars], left=2)
+                show("\nOur targets", benchmark.BAR_COLUMNS, [each.cells() for each in bars], left=2)
             else:
                 for each in bars:
                     emit({**asdict(each), "met": each.met})

@@ -77,7 +77,7 @@ def emit(values: Mapping[str, Any]) -> None:
         print(to_json(values), flush=True)
     except OSError as error:  # that nobody takes the results is no reason to stop what makes them
         if not isinstance(error, BrokenPipeError):  # the reader has seen enough
-            say(f"dirprune: stdout takes no more ({error.strerror}); going on without it")
+            say(f"dirprune: cannot write to stdout ({error.strerror}); continuing without it")
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -239,10 +239,10 @@ RunDataOption = Annotated[
     Path | None,
     typer.Option("--data", help="Folder of the data sets.", show_default="where the last session found them"),
 ]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest there is.")]
-KeepOption = Annotated[str | None, typer.Option(help="Epochs whose checkpoints stay, e.g. 0,10,100.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest available.")]
+KeepOption = Annotated[str | None, typer.Option(help="Epochs whose checkpoints are kept, e.g. 0,10,100.")]
 MinutesOption = Annotated[
-    float | None, typer.Option(help="Save and stop after so long.", show_default="when all is done")
+    float | None, typer.Option(help="Save and stop after this many minutes.", show_default="no limit")
 ]
 
 
@@ -255,7 +255,7 @@ class Interruption:
 
     def __init__(self, minutes: float | None = None) -> None:
         if minutes is not None and not minutes > 0:
-            raise ValueError(f"--minutes {minutes:g} leaves no time to train; give more than 0, or leave it out")
+            raise ValueError(f"--minutes {minutes:g} leaves no time to train; give more than 0, or omit it")
         self.asked = False
         self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
 
@@ -277,7 +277,7 @@ class Interruption:
             for each, handler in then.items():
                 signal.signal(each, handler)
             if not quietly:
-                say(f"Stopping after this {after}; press Ctrl-C again to stop at once.")
+                say(f"Stopping after this {after}; press Ctrl-C again to stop immediately.")
 
         before = {each: signal.signal(each, first) for each in then}
         try:

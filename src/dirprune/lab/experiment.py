@@ -371,13 +371,13 @@ def _check_records(run: Run, saved: int | None, *, tell: bool) -> None:
     recorded = max((record.epoch for record in run.records()), default=0)
     if saved is None and recorded:
         raise ValueError(
-            f"{run.folder} has {recorded} recorded epochs and no checkpoint to go on from; put its checkpoints back, "
-            "or train anew with another --out"
+            f"{run.folder} has {recorded} recorded epochs and no checkpoint to continue from; restore its checkpoints, "
+            "or train again with another --out"
         )
     if tell and saved and recorded < saved:
         warnings.warn(
-            f"{run.folder / 'metrics.jsonl'} ends at epoch {recorded}, the newest checkpoint is of epoch {saved}: the "
-            "records between are lost",
+            f"{run.folder / 'metrics.jsonl'} ends at epoch {recorded}, but the newest checkpoint is of epoch {saved}: "
+            "the records in between are lost",
             LostRecords,
             stacklevel=2,
         )
@@ -390,8 +390,8 @@ def _check_unchanged(run: Run, state: checkpoint.State) -> None:
     if names := differing(trained, here, FREE_TO_CHANGE):
         was, told = (getattr(recipe, names[0]) for recipe in (trained, here))
         raise ValueError(
-            f"{run.folder / 'config.json'} says {names[0]}={told!r}, and this run was trained with {was!r}; put that "
-            "back, or start a new run with `dirprune train`"
+            f"{run.folder / 'config.json'} says {names[0]}={told!r}, but this run was trained with {was!r}; restore "
+            "that, or start a new run with `dirprune train`"
         )
 
 

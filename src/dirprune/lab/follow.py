@@ -140,7 +140,7 @@ def follow_series(
                 count += 1
                 ended(step)
     if count < len(titles):
-        say(f"Stopped with {count} of {len(titles)} runs at their end; the same command goes on.")
+        say(f"Stopped; {count} of {len(titles)} runs are complete. Run the same command to continue.")
     if interruption.asked:
         raise typer.Exit(INTERRUPTED)
 
@@ -256,13 +256,13 @@ def _conclude(run: Run, quiet: bool, is_new: bool, process: Process) -> bool:
         return True
     records = run.records()
     if not records:
-        say(f"{run.folder}: all {run.recipe.epochs} epochs are done, and metrics.jsonl has none of them.")
+        say(f"{run.folder}: all {run.recipe.epochs} epochs are done, but metrics.jsonl has no record of them.")
         return True
     last = records[-1]
     what = "validation" if run.recipe.validation else "test"
     say(
         f"{run.folder}: epoch {last.epoch} of {run.recipe.epochs}, {what} accuracy {last.test_accuracy:.2f}%, "
-        f"{last.sparsity:.2%} of all parameters are zero. Look at it with:"
+        f"{last.sparsity:.2%} of all parameters are zero. See it with:"
     )
     say(f"    dirprune report {shlex.quote(str(run.folder))}")
     if last.weight_sparsity == 1 and run.recipe.pruner == "grda":

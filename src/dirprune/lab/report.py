@@ -334,7 +334,7 @@ def _notes(group: Group) -> list[str]:
     for run, records in zip(group.runs, group.records, strict=True):
         if (outcome := run.outcome()) and outcome.diverged:
             notes.append(
-                f"{run.folder} diverged: {outcome.diverged}; train it anew with a smaller --lr, or another --seed"
+                f"{run.folder} diverged: {outcome.diverged}; train again with a smaller --lr, or another --seed"
             )
         elif outcome and len(records) < recipe.epochs:
             notes.append(

@@ -106,7 +106,7 @@ class Run:
             records.extend(_record(json.loads(line)) for line in lines)
         except (ValueError, TypeError) as error:
             number = len(records) + 1
-            raise ValueError(f"line {number} of {path} is not an epoch record: {error}; mend it by hand") from error
+            raise ValueError(f"line {number} of {path} is not an epoch record: {error}; correct it by hand") from error
         return records
 
     def locked(self) -> AbstractContextManager[None]:
@@ -175,7 +175,7 @@ class Run:
 def create(folder: Path, recipe: Recipe) -> Run:
     """Make the directory of a new run; one that is there already is not touched."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        remedy = f"go on with `dirprune resume {folder}`, or " if (folder / "config.json").is_file() else ""
+        remedy = f"continue it with `dirprune resume {folder}`, or " if (folder / "config.json").is_file() else ""
         raise RunExists(f"{folder} exists and is never overwritten; {remedy}give another --out")
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
@@ -223,7 +223,7 @@ def load(folder: Path) -> Run:
         raise FileNotFoundError(f"{folder} does not exist; name the folder of a run, as `dirprune train` makes them")
     if not config.is_file():
         inside = sorted(str(path.parent) for path in folder.glob("*/config.json"))
-        remedy = f"in it are {', '.join(inside)}" if inside else "`dirprune train` makes one"
+        remedy = f"it contains {', '.join(inside)}" if inside else "`dirprune train` makes one"
         raise FileNotFoundError(f"{folder} is not a run: it has no config.json; {remedy}")
     try:
         return Run(folder, Recipe.from_dict(json.loads(config.read_text())))
@@ -243,8 +243,8 @@ def weights_of(run: Run, epoch: int | None = None) -> tuple[int, dict[str, Any]]
     found = checkpoint.latest(run.checkpoints)
     if found is None:
         if run.records():
-            raise FileNotFoundError(f"the checkpoints of {run.folder} are gone; train it again, with another --out")
-        raise FileNotFoundError(f"{run.folder} has no checkpoint yet; `dirprune resume {run.folder}` goes on training")
+            raise FileNotFoundError(f"the checkpoints of {run.folder} are gone; train again with another --out")
+        raise FileNotFoundError(f"{run.folder} has no checkpoint yet; `dirprune resume {run.folder}` trains it")
     return found[0], found[1]["model"]
 
 
