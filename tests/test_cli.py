@@ -396,7 +396,7 @@ def test_an_existing_out_is_refused_and_untouched(trained: dict[str, tuple[Path,
         ("train digits --batch-size 0", "--batch-size 0 cannot"),
         ("train digits --validation 1", "--validation 1 cannot"),
         ("train digits --keep some", "--keep 'some'"),
-        ("train digits --keep 0,99 --epochs 1", "names epoch 99, and the run ends after epoch 1"),
+        ("train digits --keep 0,99 --epochs 1", "names epoch 99, but the run ends after epoch 1"),
         ("train digits --device cuda", "torch finds no CUDA device here; give --device cpu"),
         ("train digits --device gpu", "give cpu, cuda or auto"),
         ("train digits --model smal", "Did you mean 'small'?"),
@@ -461,7 +461,7 @@ def test_what_a_disk_refuses_is_told_with_the_remedy(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--tolerance nan", "tolerance=nan: give the greatest residual to accept"),
+        ("--tolerance nan", "tolerance=nan: give the largest residual to accept"),
         ("--tolerance=-1", "tolerance=-1.0"),
         ("--epochs 0,1", "epochs=0: the initial weights are the same"),
     ],

@@ -737,7 +737,7 @@ def test_published_numbers_are_drawn_without_a_run(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["compare"], "RECIPE is missing"),
-        (["compare", "--published", "vgg16"], "there is resnet50-imagenet"),
+        (["compare", "--published", "vgg16"], "give resnet50-imagenet"),
         (command("--sparsity", "90"), "write fractions between 0 and 1"),
         (command("--sparsity", "a"), "is not a list of sparsities"),
         (command("--methods", "rigel"), "Did you mean 'rigl'"),

@@ -342,7 +342,7 @@ def test_bad_arguments_are_refused_by_name(options: dict[str, object], message: 
 
 
 def test_bad_constants_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="one value a channel"):
+    with pytest.raises(ValueError, match="one value per channel"):
         Normalization((0.5, 0.5), (1.0,))
     with pytest.raises(ValueError, match=r"std=\(0\.0,\)"):
         Normalization((0.5,), (0.0,))

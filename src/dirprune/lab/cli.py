@@ -179,8 +179,8 @@ def train(
         )
         if keep and max(chosen.keep) > chosen.epochs:
             raise ValueError(
-                f"--keep {keep!r} names epoch {max(chosen.keep)}, and the run ends after epoch {chosen.epochs}; give "
-                "epochs from 0 to that, or a longer --epochs"
+                f"--keep {keep!r} names epoch {max(chosen.keep)}, but the run ends after epoch {chosen.epochs}; give "
+                "epochs up to that, or a larger --epochs"
             )
         if chosen.optimizer == "sgd" and (
             idle := [name for name, value in (("--c", c), ("--mu", mu)) if value is not None]

@@ -150,7 +150,7 @@ def _conclude(out: Path, sparsities: Sequence[float]) -> None:
     found = comparison.read(out)
     if not found:
         if not (out / "runs").is_dir():
-            raise ValueError(f"{out} holds no comparison; give its --out, or train one: dirprune compare RECIPE")
+            raise ValueError(f"{out} holds no comparison; give the --out of one, or train one: dirprune compare RECIPE")
         say(f"No run in {out / 'runs'} has ended yet.")
         return
     rows = comparison.ranking(found, sparsities)
@@ -173,7 +173,7 @@ def _draw_published(name: str, out: Path) -> None:
     from dirprune.lab.published import comparison
 
     if name != "resnet50-imagenet":
-        raise ValueError(f"--published {name!r} is not known; there is resnet50-imagenet")
+        raise ValueError(f"--published {name!r} is not known; give resnet50-imagenet")
     title, counted = "ResNet50 on ImageNet, published", "sparsity as published"
     figures = {
         "tradeoff.png": comparison_plots.tradeoff(comparison.tradeoff_curves(), title=title, counted=counted),

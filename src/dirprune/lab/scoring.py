@@ -111,12 +111,12 @@ def score(
     _check(ks, grid, samples)
     given, (epoch, state) = epoch, weights_of(run, epoch)
     if epoch == 0 and given is None:
-        raise ValueError(f"{run.folder} has its initial weights alone; train it, or give --epoch 0 to prune those")
+        raise ValueError(f"{run.folder} has only its initial weights; train it, or give --epoch 0 to prune those")
     settings = {"run": run.folder.name, "epoch": epoch, "samples": samples, "recalibrate": recalibrate}
     files = {f"epoch {epoch} of {run.folder.name}": checkpoint.checksum(run.checkpoints, epoch)}
     bench = subject(run.recipe, lanczos, device=device, root=root)
     if ks[-1] > bench.hessian.size:
-        raise ValueError(f"k={ks[-1]}: the network has {bench.hessian.size:,} weights, and as many eigenvectors")
+        raise ValueError(f"k={ks[-1]}: the network has {bench.hessian.size:,} weights; give at most as many")
     with locked(out):
         settle(out, {**settings, **asdict(lanczos)}, environment(device), files=files)
         bench.load(state)

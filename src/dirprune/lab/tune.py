@@ -59,9 +59,9 @@ def tune(
         device, root: where to train, and where the data are.
     """
     if epochs < 1 or epochs > recipe.epochs:
-        raise ValueError(f"epochs={epochs}: a trial is 1 to {recipe.epochs} epochs of this recipe")
+        raise ValueError(f"epochs={epochs}: a trial of this recipe may have 1 to {recipe.epochs} epochs")
     if not tolerance >= 0:
-        raise ValueError(f"tolerance={tolerance}: give the points of accuracy that may be lost, ≥ 0")
+        raise ValueError(f"tolerance={tolerance}: give how many points of accuracy may be lost, ≥ 0")
     recipe = replace(recipe, validation=recipe.validation or VALIDATION)
     starts = [changed(recipe, optimizer="grda", c=C_START, mu=mu) for mu in mus]  # a bad μ is refused before any work
     baseline = _last(replace(recipe, optimizer="sgd"), epochs, device, root)
