@@ -376,7 +376,7 @@ def test_a_network_is_not_joined_to_itself_nor_to_what_is_not_there(pair: tuple[
         start(pair[0], pair[0], tmp_path / "job")
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of epoch 7; it has 0, 2"):
         start(*pair, tmp_path / "job", epoch_b=7)
-    with pytest.raises(FileNotFoundError, match="is not a run"):
+    with pytest.raises(FileNotFoundError, match="does not exist; name the folder of a run"):
         start(pair[0], tmp_path / "nothing", tmp_path / "job")
 
 

@@ -246,7 +246,7 @@ def test_a_full_disk_loses_nothing_already_saved(tmp_path: Path, monkeypatch: py
 
 
 def breaking() -> nn.Module:
-    return Breaking(step=11, value=math.nan)  # the second of four in epoch 3, after the one that tries the network out
+    return Breaking(step=10, value=math.nan)  # the second of four in epoch 3
 
 
 DIVERGING = replace(SHORT, model="test_experiment:breaking", lr=0.01)
@@ -514,7 +514,7 @@ def test_trying_the_network_out_changes_nothing() -> None:
     parts = experiment.assemble(NOISY, device=torch.device("cpu"), root=None)
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
     numbers = torch.get_rng_state()
-    experiment._check_fit(NOISY, parts, torch.device("cpu"))
+    experiment.check_fit(NOISY, parts, torch.device("cpu"))
     assert all(torch.equal(value, before[name]) for name, value in parts.model.state_dict().items())
     assert all(p.grad is None for p in parts.model.parameters())
     assert torch.equal(torch.get_rng_state(), numbers)

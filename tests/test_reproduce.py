@@ -602,7 +602,7 @@ def test_a_run_that_diverges_is_told_and_the_next_one_trained(
     monkeypatch.setattr(reproduce, "wanted", lambda *_, **__: broken)
     result = call(*command)
     assert result.exit_code == 0
-    assert "the training loss became nan in step 2 of epoch 2. The other runs go on" in result.stderr
+    assert "the training loss became nan in step 2 of epoch 2. The other runs continue" in result.stderr
     assert [epochs for _, epochs in names_and_epochs(tmp_path / "results")] == [1, 3]
 
 

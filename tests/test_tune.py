@@ -225,6 +225,18 @@ def test_the_command_at_a_terminal_shows_every_trial(tuned: list[str], monkeypat
     assert "Chosen: c=0.0002, mu=0.6" in result.stderr
 
 
+def test_a_slip_in_a_users_network_is_told_in_one_line(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("slip_of_a_user.py").write_text(
+        "from torch import nn\n\nclass Net(nn.Linear):\n    def __init__(self):\n        super().__init__(64, 10)\n\n"
+        "    def forward(self, inputs):\n        return self.layers[0](inputs)\n"
+    )
+    result = call(*tuned, "--model", "slip_of_a_user:Net")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert "model='slip_of_a_user:Net' raised AttributeError on images of shape (1, 8, 8): 'Net' object has" in line
+    assert "slip_of_a_user.py, line 8)" in line
+
+
 def test_ctrl_c_shows_the_trials_that_are_done(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("cli", "console"):
         monkeypatch.setattr(f"dirprune.lab.{module}.is_terminal", lambda: True)

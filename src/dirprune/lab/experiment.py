@@ -187,7 +187,7 @@ def _conduct(
     recipe = run.recipe
     execution = recipe.execution(device.type)
     parts = assemble(recipe, device=device, root=root, process=process)
-    _check_fit(recipe, parts, device)
+    check_fit(recipe, parts, device)
     if process.is_first:
         _check_batches(recipe, parts.loaders.train)
     method = make_method(recipe, Reward(parts.loaders, execution, process))
@@ -302,7 +302,7 @@ def _peak_memory(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
 
 
-def _check_fit(recipe: Recipe, parts: Parts, device: torch.device) -> None:
+def check_fit(recipe: Recipe, parts: Parts, device: torch.device) -> None:
     """Raise unless the network maps these images to one number a class, and can be differentiated.
 
     Nothing is written before that is known. A step of two images, in eval mode and then in training mode, without its

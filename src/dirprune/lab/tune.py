@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dirprune.lab.experiment import assemble
+from dirprune.lab.experiment import assemble, check_fit
 from dirprune.lab.recipes import Recipe, changed
 from dirprune.lab.train import Divergence, EpochRecord, train
 
@@ -89,6 +89,7 @@ def choose(trials: Iterable[Trial]) -> Trial | None:
 def _last(recipe: Recipe, epochs: int, device: torch.device, root: Path | None) -> EpochRecord | None:
     """Return the record of the last of the first epochs of a run, or None if it diverged before."""
     parts = assemble(recipe, device=device, root=root)
+    check_fit(recipe, parts, device)
     execution = recipe.execution(device.type)
     assert parts.loaders.validation is not None
     records = train(
