@@ -496,7 +496,7 @@ def test_a_trial_whose_checkpoints_are_gone_keeps_its_records(tmp_path: Path) ->
     records = begun.records()
     assert records
     shutil.rmtree(begun.checkpoints)
-    with pytest.raises(ValueError, match="no checkpoint to go on from"):
+    with pytest.raises(ValueError, match="no checkpoint to continue from"):
         run(planned, tmp_path)
     assert begun.records() == records
 

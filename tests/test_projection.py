@@ -382,7 +382,7 @@ def test_other_bad_requests_are_refused(trained: dict[str, Run], tmp_path: Path)
     for ranks in ((-3, None), (5, 2)):
         with pytest.raises(ValueError, match=r"by_loss=.*give a first rank from 0, and a last one above it"):
             Lanczos(by_loss=ranks)
-    with pytest.raises(ValueError, match="examples=1: the same fraction of every class rounds to none"):
+    with pytest.raises(ValueError, match="examples=1: the same fraction of every class rounds to no examples"):
         list(project(sgd, [grda], tmp_path / "one", lanczos=Lanczos(examples=1), device=CPU))
     with pytest.raises(ValueError, match="by_loss=300:: there are only 199 examples"):
         list(project(sgd, [grda], tmp_path / "ranks", lanczos=replace(TIGHT, by_loss=(300, None)), device=CPU))

@@ -628,4 +628,4 @@ def test_with_nothing_missing_there_is_nothing_to_train(
     tmp_path: Path, command: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reproduce, "wanted", lambda *_, **__: [])
-    assert "Every setting has its runs; for more of them give --seeds." in call(*command).stderr
+    assert "Every setting has its runs; raise --seeds for more." in call(*command).stderr
