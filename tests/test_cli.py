@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from dirprune.lab import (
     cli_research,
     connectivity,
     console,
+    direction_plots,
     download,
     follow,
     recipes,
@@ -40,6 +42,8 @@ from dirprune.lab import (
     theory_report,
 )
 from dirprune.lab.experiment import assemble
+from dirprune.limit_law import LimitRow
+from dirprune.theory import TheoremRow
 
 MODULE = """
 from torch import nn
@@ -126,7 +130,7 @@ def test_the_commands_are_there_without_torch_numpy_or_matplotlib() -> None:
 
 @pytest.mark.parametrize(
     ("redirection", "said"),
-    [(">/dev/full", "stdout takes no more (No space left on device)"), (">&-", ""), ("|true", "")],
+    [(">/dev/full", "cannot write to stdout (No space left on device)"), (">&-", ""), ("|true", "")],
 )
 def test_that_nobody_takes_the_results_stops_nothing(redirection: str, said: str) -> None:
     command = f"{sys.executable} -m dirprune recipes {redirection}"
@@ -140,6 +144,7 @@ def test_a_terminal_of_few_letters_is_told_what_it_can_show(tmp_path: Path) -> N
     command = [sys.executable, "-m", "dirprune", "train", "--help"]
     done = subprocess.run(command, capture_output=True, check=True, env=environment)
     assert b"--mu" in done.stdout
+    assert b"strength, >= 0." in done.stdout
 
 
 def test_version() -> None:
@@ -154,7 +159,7 @@ def test_version() -> None:
         ("train", "($DIRPRUNE_DATA or ~/.cache/dirprune)"),
         ("report", "RUN/figures"),
         ("tune", ".501 .51 .55"),
-        ("project", "(the run's own)"),
+        ("resume", "(where the last session found them)"),
         ("score", "(the newest)"),
         ("connect", "(that of run A)"),
     ],
@@ -193,7 +198,7 @@ def test_a_demo_that_is_stopped_says_how_to_see_it_whole(tmp_path: Path, monkeyp
     monkeypatch.setattr("dirprune.lab.follow.follow", stopped)
     result = call("demo", "--out", tmp_path / "out")
     assert result.exit_code == console.INTERRUPTED
-    assert "`dirprune demo` begins anew" in result.stderr
+    assert "run `dirprune demo` again" in result.stderr
 
 
 def test_demo_trains_both_from_the_same_weights(demo: tuple[Path, Result]) -> None:
@@ -288,8 +293,8 @@ def test_every_override_reaches_the_configuration(monkeypatch: pytest.MonkeyPatc
 
 
 def test_options_of_another_optimizer_are_told(trained: dict[str, tuple[Path, Result]]) -> None:
-    assert "--c only matter to gRDA" in trained["sgd"][1].stderr
-    assert "only matter" not in trained["grda"][1].stderr
+    assert "--c has no effect with --optimizer sgd." in trained["sgd"][1].stderr
+    assert "no effect" not in trained["grda"][1].stderr
 
 
 def test_without_out_the_run_is_named_after_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +364,9 @@ def test_report_loses_nothing_at_a_narrow_terminal(
 @pytest.mark.usefixtures("_terminal")
 def test_report_of_one_run_at_a_terminal(trained: dict[str, tuple[Path, Result]], tmp_path: Path) -> None:
     text = call("report", trained["held-out"][0], "--out", tmp_path / "figures")
-    assert "after epoch 2" in text.stdout
+    assert "epoch 2:" in text.stdout
+    assert "validation" in text.stdout
+    assert "test accuracy" not in text.stdout
     assert "1.weight" in text.stdout
     assert "20% held out" in text.stderr
     assert (tmp_path / "figures" / "curves.png").exists()
@@ -381,15 +388,15 @@ def test_an_existing_out_is_refused_and_untouched(trained: dict[str, tuple[Path,
     ("words", "told"),
     [
         ("train vgg-cifar", "Did you mean 'vgg16-cifar10'? Known: digits,"),
-        ("train digits --c=-1", "c=-1.0"),
-        ("train digits --c nan", "c=nan"),
-        ("train digits --mu 0", "mu=0.0"),
-        ("train digits --lr 0", "lr=0.0"),
-        ("train digits --epochs 0", "epochs=0"),
-        ("train digits --batch-size 0", "batch_size=0"),
-        ("train digits --validation 1", "validation=1.0"),
+        ("train digits --c=-1", "--c -1 cannot be used"),
+        ("train digits --c nan", "--c nan"),
+        ("train digits --mu 0", "--mu 0 cannot"),
+        ("train digits --lr 0", "--lr 0 cannot"),
+        ("train digits --epochs 0", "--epochs 0 cannot be used; train for at least one epoch"),
+        ("train digits --batch-size 0", "--batch-size 0 cannot"),
+        ("train digits --validation 1", "--validation 1 cannot"),
         ("train digits --keep some", "--keep 'some'"),
-        ("train digits --keep 0,99 --epochs 1", "names epoch 99, and the run ends after epoch 1"),
+        ("train digits --keep 0,99 --epochs 1", "names epoch 99, but the run ends after epoch 1"),
         ("train digits --device cuda", "torch finds no CUDA device here; give --device cpu"),
         ("train digits --device gpu", "give cpu, cuda or auto"),
         ("train digits --model smal", "Did you mean 'small'?"),
@@ -398,16 +405,16 @@ def test_an_existing_out_is_refused_and_untouched(trained: dict[str, tuple[Path,
         ("train vgg16-cifar10", "`dirprune data cifar10 --to "),
         ("train wrn28x10-cifar100 --data nowhere", "`dirprune data cifar100 --to nowhere`"),
         ("train resnet50-imagenet --data nowhere", "nowhere"),
-        ("resume nowhere", "nowhere is not a run"),
-        ("report nowhere", "nowhere is not a run"),
+        ("resume nowhere", "nowhere does not exist"),
+        ("report nowhere", "nowhere does not exist"),
         ("tune digit", "Did you mean 'digits'?"),
-        ("tune digits --mu .6 --mu=-1", "mu=-1.0"),
+        ("tune digits --mu .6 --mu=-1", "--mu -1 cannot"),
         ("tune digits --tolerance=-1", "tolerance=-1.0"),
         ("tune digits-short --epochs 6", "1 to 5 epochs"),
         ("bench nothing", "vgg16, wrn28x10, resnet50, small"),
-        ("project nowhere nowhere", "nowhere is not a run"),
-        ("score nowhere", "nowhere is not a run"),
-        ("connect nowhere nowhere", "nowhere is not a run"),
+        ("project nowhere nowhere", "nowhere does not exist"),
+        ("score nowhere", "nowhere does not exist"),
+        ("connect nowhere nowhere", "nowhere does not exist"),
     ],
 )
 def test_errors_are_one_line_and_come_before_any_work(
@@ -433,9 +440,28 @@ def test_a_folder_that_cannot_be_made_is_told_before_any_work(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "No space left on device: a/b; make room, or choose another folder"),
+        (errno.EROFS, "Read-only file system: a/b; choose another folder"),
+        (errno.EIO, "Input/output error: a/b"),
+    ],
+)
+def test_what_a_disk_refuses_is_told_with_the_remedy(
+    number: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit), console.clear_errors():
+        raise OSError(number, os.strerror(number), "a/b")
+    assert capsys.readouterr().err == f"dirprune: {message}\n"
+    with pytest.raises(typer.Exit), console.clear_errors():
+        raise OSError(number, "nothing was saved; do this and that", "a/b")  # a remedy of its own
+    assert capsys.readouterr().err == "dirprune: nothing was saved; do this and that: a/b\n"
+
+
+@pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--tolerance nan", "tolerance=nan: give the greatest residual to accept"),
+        ("--tolerance nan", "tolerance=nan: give the largest residual to accept"),
         ("--tolerance=-1", "tolerance=-1.0"),
         ("--epochs 0,1", "epochs=0: the initial weights are the same"),
     ],
@@ -452,16 +478,16 @@ def test_a_projection_that_makes_no_sense_is_refused(
 def test_options_that_do_nothing_here_are_told(trained: dict[str, tuple[Path, Result]]) -> None:
     result = call("train", "digits", "--model", LINEAR, "--epochs", 1, "--lean", "--out", "lean")
     assert result.exit_code == 0
-    assert "--lean does nothing in float32; add --precision bfloat16." in result.stderr
+    assert "--lean has no effect in float32; add --precision bfloat16." in result.stderr
     runs_ = [trained[name][0] for name in ("sgd", "grda")]
     result = call("project", *runs_, "--k", 1, "--examples", 100, "--epochs", 1, "--precision", "tf32", "--out", "p")
     assert result.exit_code == 0
-    assert "Only a GPU has tf32: here it is float32." in result.stderr
+    assert "tf32 needs a GPU; using float32 here." in result.stderr
 
 
 def test_a_network_without_a_weight_left_is_told_with_the_remedy_and_its_metrics_are_json() -> None:
     result = call("train", "digits", "--model", LINEAR, "--epochs", 1, "--c", 500, "--out", "gone")
-    assert "Every weight is zero: the threshold grew past all of them. Lower --c, now 500." in result.stderr
+    assert "Every weight is zero: the threshold grew past all of them. Lower --c (500) or --lr (0.1)." in result.stderr
     (line,) = Path("gone/metrics.jsonl").read_text().splitlines()
     for text in (result.stdout, line):
         assert json.loads(text, parse_constant=pytest.fail)["norm_ratio"] is None
@@ -487,7 +513,7 @@ def test_a_foreign_warning_stays_a_warning() -> None:
         warnings.warn("not ours", UserWarning, stacklevel=1)
 
 
-@pytest.mark.parametrize(("verb", "says"), [("tune", "Stopped."), ("score", "the same command goes on")])
+@pytest.mark.parametrize(("verb", "says"), [("tune", "Stopped."), ("score", "run the same command to continue")])
 def test_ctrl_c_is_answered(
     verb: str, says: str, trained: dict[str, tuple[Path, Result]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -653,6 +679,18 @@ def test_a_bar_that_restarts_keeps_its_unit_until_it_is_given_another(
     ]
 
 
+def test_a_dumb_terminal_hears_lines_because_it_shows_no_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "QUIET", 0.0)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    with console.bar("one", total=3, unit="epochs") as advance:
+        advance(1)
+    assert capsys.readouterr().err == "one: 1/3 epochs\n"
+
+
 def test_a_wrong_word_is_a_usage_error() -> None:
     assert call("train", "digits", "--optimizer", "adam").exit_code == 2
     assert call("demo", "--epochs", 0).exit_code == 2
@@ -667,15 +705,24 @@ def test_recipes_for_machines() -> None:
 
 
 @pytest.mark.usefixtures("_terminal")
-@pytest.mark.parametrize("columns", ["80", "160"])
+@pytest.mark.parametrize("columns", ["60", "80", "160"])
 def test_recipes_can_be_read_at_a_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     lines = call("recipes").stdout.splitlines()
     for name in recipes.names():
         (line,) = [line for line in lines if line.split()[:1] == [name]]
         assert [word.strip() for word in line.split("│")][2] == str(recipes.get(name).epochs)
-    assert "0.501 0.55 0.6 0.65" in " ".join(lines)
+    assert columns == "60" or "0.501 0.55 0.6 0.65" in " ".join(lines)
     assert max(map(len, lines)) <= int(columns)
+
+
+def test_a_recipe_can_be_looked_at(request: pytest.FixtureRequest) -> None:
+    assert [values["name"] for values in objects(call("recipes", "digits"))] == ["digits"]
+    assert "Did you mean 'digits'?" in call("recipes", "digit").stderr
+    request.getfixturevalue("_terminal")
+    cells = [[word.strip() for word in line.split("│")] for line in call("recipes", "digits").stdout.splitlines()]
+    for row in (["batch_size", "32"], ["schedule", "kind constant-linear-constant"], ["exempt", "–"]):
+        assert row in cells
 
 
 @pytest.mark.parametrize("source", ["present", "archive", "download"])
@@ -717,9 +764,25 @@ def test_bench(tmp_path: Path) -> None:
     found = objects(call("bench", "small", "--device", "cpu", "--out", "bench.csv"))
     assert [cost["optimizer"] for cost in found] == ["sgd", "grda"]
     assert all(cost["ms"] > 0 for cost in found)
+    assert [cost["ratio_to_sgd"] for cost in found] == [1.0, found[1]["ms"] / found[0]["ms"]]
     lines = Path("bench.csv").read_text().splitlines()
     assert len(lines) == 3
     assert "hardware" in lines[0]
+
+
+@pytest.mark.usefixtures("_quick_bench", "_terminal")
+def test_ctrl_c_in_bench_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = bench.bench
+
+    def interrupted(name: str, **options: Any) -> Iterator[bench.Cost]:
+        yield next(whole(name, **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "bench", interrupted)
+    result = call("bench", "small", "--device", "cpu")
+    assert result.exit_code == console.INTERRUPTED
+    assert "÷ SGD" in result.stdout
+    assert "Stopped; 1 of 2 measurements are complete." in result.stderr
 
 
 @pytest.mark.usefixtures("_quick_bench", "_terminal")
@@ -750,6 +813,13 @@ def test_theory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "numbers, pictures" in result.stderr
 
 
+def test_the_columns_of_theory_are_words() -> None:
+    names = {field.name for kind in (TheoremRow, LimitRow) for field in fields(kind)}
+    assert set(theory_report.HEADERS) == names
+    assert set(theory_report.SPARE) <= set(theory_report.HEADERS.values())
+    assert not [header for header in theory_report.HEADERS.values() if "_" in header]
+
+
 def test_project(trained: dict[str, tuple[Path, Result]]) -> None:
     sgd, grda = trained["sgd"][0], trained["grda"][0]
     options = {"--k": 2, "--epochs": "1,2", "--examples": 100, "--max-iterations": 30, "--out": "out"}
@@ -767,6 +837,32 @@ def test_score(trained: dict[str, tuple[Path, Result]]) -> None:
     assert {row["k"] for row in rows if row["method"] == "directional"} >= {2}
     for name in ("score.csv", "score.png"):
         assert Path("out", name).exists()
+
+
+def test_score_shows_also_what_earlier_commands_measured(
+    trained: dict[str, tuple[Path, Result]], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue("_terminal")
+    drawn: list[Any] = []
+    whole = direction_plots.score_figure
+    monkeypatch.setattr(direction_plots, "score_figure", lambda rows: (drawn.append(rows), whole(rows))[1])
+    options = {"--samples": 2, "--examples": 100, "--max-iterations": 60, "--tolerance": 0.01, "--out": "out"}
+    for k in (2, 0):
+        result = call("score", trained["sgd"][0], "--k", k, *flat(options))
+    ks = [row.k for row in drawn[-1] if row.method == "directional"]
+    assert ks == sorted(ks)
+    assert set(ks) == {0, 2}
+    cells = [[word.strip() for word in line.split("│")][:2] for line in result.stdout.splitlines()]
+    assert {("directional", "0"), ("directional", "2")} < {tuple(cell) for cell in cells}
+
+
+def test_more_eigenvectors_than_weights_are_refused_before_a_folder_is_made(
+    trained: dict[str, tuple[Path, Result]],
+) -> None:
+    result = call("score", trained["sgd"][0], "--k", "0,100000", "--out", "out")
+    assert result.exit_code == 1
+    assert "k=100000: the network has 650 weights" in result.stderr
+    assert not Path("out").exists()
 
 
 def test_connect_and_its_table_at_a_terminal(
@@ -811,6 +907,9 @@ def test_reproduce_for_machines_and_people(request: pytest.FixtureRequest) -> No
     ]
     assert cell["published"]["paper"]["mean"] == pytest.approx(90.818, abs=1e-3)
     assert cell["mean"] == pytest.approx(sum(cell["ours"]) / len(cell["ours"]))
+    for name, against in (("deviation", "paper"), ("comparable_deviation", "comparable")):
+        theirs = cell["published"][against]
+        assert cell[name] == pytest.approx((cell["mean"] - theirs["mean"]) / theirs["std"])
     assert "missing: wrn28x10-cifar100, gRDA μ=0.65: no run yet" in call("reproduce", "--results", "none").stderr
     request.getfixturevalue("_terminal")
     shown = call(*command)

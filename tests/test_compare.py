@@ -496,7 +496,7 @@ def test_a_trial_whose_checkpoints_are_gone_keeps_its_records(tmp_path: Path) ->
     records = begun.records()
     assert records
     shutil.rmtree(begun.checkpoints)
-    with pytest.raises(ValueError, match="no checkpoint to go on from"):
+    with pytest.raises(ValueError, match="no checkpoint to continue from"):
         run(planned, tmp_path)
     assert begun.records() == records
 
@@ -632,7 +632,7 @@ def test_the_command_trains_tells_and_goes_on(tmp_path: Path) -> None:
     words = command("--methods", "sgd,rigl", "--sparsity", "0.5,0.8", "--seeds", 2, "--out", tmp_path / "out")
     stopped = call(*words, "--minutes", 1e-9)
     assert (stopped.exit_code, stopped.stdout) == (0, "")
-    assert "0 of 6 runs at their end; the same command goes on" in stopped.stderr
+    assert "0 of 6 runs are complete. Run the same command to continue" in stopped.stderr
     result = call(*words)
     rows = objects(result)
     kinds = ("sgd", "rigl-sparsity0.5", "rigl-sparsity0.8")
@@ -668,11 +668,11 @@ def test_the_command_widens_the_sweeps_that_nobody_gave(tmp_path: Path) -> None:
     assert objects(call(*words)) == rows
     late = call(*words, "--minutes", 1e-9)
     assert objects(late) == rows  # nothing was left to train
-    assert "the same command goes on" not in late.stderr
+    assert "run the same command to continue" not in late.stderr
     shutil.rmtree(tmp_path / "out" / "runs" / f"grda-c{values['grda'][4]:g}-s0")
     (tmp_path / "out" / "comparison.csv").unlink()
     late = call(*words, "--minutes", 1e-9)
-    assert "of 6 runs at their end; the same command goes on." in late.stderr
+    assert "of 6 runs are complete. Run the same command to continue." in late.stderr
     assert numbers_of(objects(call(*words))) == numbers_of(rows)
     more = objects(call(*words, "--seeds", 2))
     assert {row["value"] for row in more if row.get("seed") == 1} >= {*values["grda"], 1e-9}
@@ -737,7 +737,7 @@ def test_published_numbers_are_drawn_without_a_run(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["compare"], "RECIPE is missing"),
-        (["compare", "--published", "vgg16"], "there is resnet50-imagenet"),
+        (["compare", "--published", "vgg16"], "give resnet50-imagenet"),
         (command("--sparsity", "90"), "write fractions between 0 and 1"),
         (command("--sparsity", "a"), "is not a list of sparsities"),
         (command("--methods", "rigel"), "Did you mean 'rigl'"),

@@ -225,7 +225,7 @@ def test_ctrl_c_keeps_the_epochs_that_were_fitted(
     stopped = CliRunner().invoke(cli.app, words)
     assert stopped.exit_code == console.INTERRUPTED
     assert "Stopping after this epoch or point" in stopped.stderr
-    assert "the same command goes on" in stopped.stderr
+    assert "run the same command to continue" in stopped.stderr
     assert checkpoint.epochs(tmp_path / "job" / "checkpoints") == [1]
     monkeypatch.setattr(connectivity, "fit_curve", fit_curve)
     assert CliRunner().invoke(cli.app, words).exit_code == 0
@@ -398,7 +398,7 @@ def test_a_network_is_not_joined_to_itself_nor_to_what_is_not_there(pair: tuple[
         start(pair[0], pair[0], tmp_path / "job")
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of epoch 7; it has 0, 2"):
         start(*pair, tmp_path / "job", epoch_b=7)
-    with pytest.raises(FileNotFoundError, match="is not a run"):
+    with pytest.raises(FileNotFoundError, match="does not exist; name the folder of a run"):
         start(pair[0], tmp_path / "nothing", tmp_path / "job")
 
 

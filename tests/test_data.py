@@ -243,6 +243,16 @@ def test_cifar_is_read_from_the_official_layout(name: str, tmp_path: Path) -> No
                 assert x[index, channel, line, column].item() == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_the_folder_of_the_files_themselves_may_be_given(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_cifar(tmp_path, name)
+    monkeypatch.chdir(tmp_path / LAYOUTS[name].folder)
+    for root in (tmp_path / LAYOUTS[name].folder, Path()):
+        assert load(name, batch_size=16, seed=0, root=root).test.examples > 0
+
+
 def test_cifar_reader_and_downloader_name_the_same_files() -> None:
     for name, layout in LAYOUTS.items():
         archive = ARCHIVES[name]
@@ -332,7 +342,7 @@ def test_bad_arguments_are_refused_by_name(options: dict[str, object], message: 
 
 
 def test_bad_constants_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="one value a channel"):
+    with pytest.raises(ValueError, match="one value per channel"):
         Normalization((0.5, 0.5), (1.0,))
     with pytest.raises(ValueError, match=r"std=\(0\.0,\)"):
         Normalization((0.5,), (0.0,))

@@ -128,7 +128,7 @@ def test_broken_connection_is_resumed_at_once(server: Server, tmp_path: Path) ->
 
 def test_broken_download_is_resumed_by_the_next_call(server: Server, tmp_path: Path) -> None:
     server.limits = [100_000, 0]
-    with pytest.raises(DownloadError, match="100000 bytes are kept, run the command again") as error:
+    with pytest.raises(DownloadError, match="100000 bytes are kept; run the command again") as error:
         get(server, tmp_path)
     assert "\n" not in str(error.value)
     assert (tmp_path / "set.tar.gz.part").read_bytes() == server.body[:100_000]

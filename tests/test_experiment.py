@@ -416,7 +416,7 @@ def test_a_run_goes_on_on_another_kind_of_machine(tmp_path: Path) -> None:
 def test_a_configuration_that_was_changed_is_refused(tmp_path: Path) -> None:
     run = uninterrupted(tmp_path / "run")
     for change, words in [
-        ({"c": 0.5}, "c=0.5, and this run was trained with"),
+        ({"c": 0.5}, "c=0.5, but this run was trained with"),
         ({"seed": 7}, "seed=7"),
         ({"epochs": 9}, "epochs=9"),
         ({"optimizer": "sgd"}, "optimizer='sgd'"),
@@ -450,17 +450,89 @@ def narrow(num_classes: int) -> nn.Module:
 
 
 def test_a_network_of_another_output_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    for model, words in [("pair", "returns a tuple, not a tensor; wrap it"), ("narrow", "one output a class")]:
+    for model, words in [("pair", "returns a tuple, not a tensor; wrap it"), ("narrow", "one output per class")]:
         run = runs.create(tmp_path / model, replace(SHORT, model=f"test_experiment:{model}"))
         with pytest.raises(ValueError, match=words):
             finish(run)
+
+
+class Faulty(nn.Module):
+    """A user's network with a slip that shows in eval or in training mode."""
+
+    def __init__(self, num_classes: int, *, trains: bool) -> None:
+        super().__init__()
+        self.linear, self.trains = nn.Linear(64, num_classes), trains
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        if self.training == self.trains:
+            raise KeyError("no such layer")
+        return self.linear(inputs.flatten(1))
+
+
+def faulty(num_classes: int) -> nn.Module:
+    return Faulty(num_classes, trains=False)
+
+
+def faulty_in_training(num_classes: int) -> nn.Module:
+    return Faulty(num_classes, trains=True)
+
+
+class Detached(Faulty):
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.linear(inputs.flatten(1)).detach()
+
+
+def detached(num_classes: int) -> nn.Module:
+    return Detached(num_classes, trains=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            "faulty",
+            r"raised KeyError on images of shape \(1, 8, 8\): 'no such layer' \(.*test_experiment.py, line \d+\); set",
+        ),
+        (
+            "faulty_in_training",
+            r"raised KeyError on images of shape .*test_experiment.py, line \d+\); set DIRPRUNE_TRACEBACK",
+        ),
+        ("detached", "raised RuntimeError: element 0 of tensors does not require grad"),
+    ],
+)
+def test_a_slip_in_a_users_network_is_named_with_its_place_before_anything_is_written(
+    model: str, words: str, tmp_path: Path
+) -> None:
+    run = runs.create(tmp_path / "run", replace(SHORT, model=f"test_experiment:{model}"))
+    with pytest.raises(ValueError, match=f"model='test_experiment:{model}' {words}"):
+        finish(run)
+    assert not run.begun
+    assert not run.checkpoints.exists()
+
+
+def test_trying_the_network_out_changes_nothing() -> None:
+    parts = experiment.assemble(NOISY, device=torch.device("cpu"), root=None)
+    before = {name: value.clone() for name, value in parts.model.state_dict().items()}
+    numbers = torch.get_rng_state()
+    experiment.check_fit(NOISY, parts, torch.device("cpu"))
+    assert all(torch.equal(value, before[name]) for name, value in parts.model.state_dict().items())
+    assert all(p.grad is None for p in parts.model.parameters())
+    assert torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_a_batch_of_more_than_all_is_told(tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", replace(SHORT, batch_size=2000, epochs=1))
+    with pytest.warns(experiment.OneBatch, match="--batch-size 2000 is more than the 1,438 training examples"):
+        finish(run)
 
 
 def test_a_run_whose_checkpoints_are_gone_keeps_its_records(tmp_path: Path) -> None:
     run = runs.create(tmp_path / "run", SHORT)
     records = finish(run)
     shutil.rmtree(run.checkpoints)
-    with pytest.raises(ValueError, match="4 recorded epochs and no checkpoint to go on from; put its checkpoints back"):
+    with pytest.raises(
+        ValueError, match="4 recorded epochs and no checkpoint to continue from; restore its checkpoints"
+    ):
         finish(run)
     assert run.records() == records
     assert run.outcome() is not None
@@ -470,7 +542,7 @@ def test_a_run_whose_records_are_gone_says_so_and_goes_on(tmp_path: Path) -> Non
     run = runs.create(tmp_path / "run", SHORT)
     finish(run, stopping=after(2))
     (run.folder / "metrics.jsonl").unlink()
-    with pytest.warns(LostRecords, match=r"metrics.jsonl ends at epoch 0, the newest checkpoint is of epoch 2"):
+    with pytest.warns(LostRecords, match=r"metrics.jsonl ends at epoch 0, but the newest checkpoint is of epoch 2"):
         assert [record.epoch for record in finish(run)] == [3, 4]
 
 

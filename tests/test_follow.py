@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from dirprune.lab import checkpoint, cli, runs
+from dirprune.lab import checkpoint, cli, experiment, recipes, runs
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 MODULE = """
@@ -47,6 +47,9 @@ def twice(num_classes):
 
 def late(num_classes):
     return Interrupting(num_classes, 24)
+
+def at_once(num_classes):
+    return Interrupting(num_classes, 4, 4)
 
 def early(num_classes):
     signal.raise_signal(signal.SIGINT)
@@ -83,8 +86,8 @@ def test_the_first_ctrl_c_finishes_the_epoch_and_saves() -> None:
     assert result.exit_code == 130
     assert [json.loads(line)["epoch"] for line in result.stdout.splitlines()] == [1, 2]
     assert result.stderr.splitlines() == [
-        "Stopping after this epoch; press Ctrl-C again to stop at once.",
-        "Stopped; saved up to epoch 2 of 4. Go on with:",
+        "Stopping after this epoch; press Ctrl-C again to stop immediately.",
+        "Stopped; saved up to epoch 2 of 4. Continue with:",
         "    dirprune resume run",
     ]
     assert checkpoint.epochs(Path("run/checkpoints"))[-1] == 2
@@ -95,7 +98,7 @@ def test_the_second_ctrl_c_stops_at_once() -> None:
     assert result.exit_code == 130
     assert [json.loads(line)["epoch"] for line in result.stdout.splitlines()] == [1]
     assert result.stderr.splitlines()[1:] == [
-        "Stopped; saved up to epoch 1 of 4. Go on with:",
+        "Stopped; saved up to epoch 1 of 4. Continue with:",
         "    dirprune resume run",
     ]
 
@@ -115,11 +118,28 @@ def test_ctrl_c_before_the_first_epoch_keeps_nothing_and_says_so() -> None:
     assert not Path("run").exists()
 
 
+def test_ctrl_c_in_the_first_epoch_of_a_new_run_keeps_nothing_and_of_an_old_one_what_there_was() -> None:
+    words = ("--model", "follow_networks:at_once", "--tensorboard")
+    result = call(*SHORT, *words)
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[1:] == ["Stopped before the end of the first epoch; nothing is kept."]
+    assert not Path("run").exists()
+    runs.create(Path("run"), recipes.changed(recipes.get("digits"), batch_size=256, model=words[1]))
+    assert call("resume", "run").stderr.splitlines()[1:] == [
+        "Stopped; saved up to epoch 0 of 60. Continue with:",
+        "    dirprune resume run",
+    ]
+    assert Path("run/checkpoints/epoch-0000.pt").exists()
+
+
 def test_the_end_of_the_time_finishes_the_epoch_and_saves() -> None:
     result = call(*SHORT, "--model", "follow_networks:quiet", "--minutes", 1e-9)
     assert result.exit_code == 0  # it did what it was asked
     assert [json.loads(line)["epoch"] for line in result.stdout.splitlines()] == [1]
-    assert result.stderr.splitlines() == ["Stopped; saved up to epoch 1 of 4. Go on with:", "    dirprune resume run"]
+    assert result.stderr.splitlines() == [
+        "Stopped; saved up to epoch 1 of 4. Continue with:",
+        "    dirprune resume run",
+    ]
     assert call("resume", "run", "--minutes", 1e-9).stderr.splitlines()[0].startswith("Stopped; saved up to epoch 2")
     assert "epoch 4 of 4" in call("resume", "run", "--minutes", 9).stderr
 
@@ -143,6 +163,18 @@ def test_a_run_that_diverges_stays_and_says_what_to_do() -> None:
     assert "epoch-0000.pt" in line
     assert "--lr (now 1e+38)" in line
     assert runs.load(Path("run")).records() == []
+
+
+def test_a_failure_before_the_first_epoch_leaves_the_name_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **__: object) -> Iterator[None]:
+        raise ValueError("after the initial weights were saved")
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment, "train", failing)
+        assert call(*SHORT, "--model", "follow_networks:quiet", "--tensorboard").exit_code == 1
+    assert not Path("run").exists()
+    assert call(*SHORT, "--model", "follow_networks:quiet").exit_code == 0
 
 
 def test_the_bar_counts_whole_epochs_and_shows_accuracy_and_sparsity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,14 +237,21 @@ def test_sigterm_twice_to_a_whole_pipeline_still_saves_the_epoch() -> None:
 def test_two_processes_equal_one_and_speak_with_one_voice() -> None:
     words = ["train", "digits-short", "--epochs", "2", "--model", "follow_networks:quiet", "--batch-size", "256"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(Path.cwd())}
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])}
+    words += ["--minutes", "1e-9", "--lean"]
     pair = subprocess.run(
         [*torchrun, "dirprune", *words, "--out", "pair"], capture_output=True, text=True, env=environment, timeout=120
     )
     assert pair.returncode == 0, pair.stderr
     assert call(*words, "--out", "alone").exit_code == 0
+    assert pair.stderr.count("--lean has no effect") == 1
+    assert "    torchrun --nproc-per-node 2 -m dirprune resume pair" in pair.stderr.splitlines()
+    assert call("resume", "alone").exit_code == 0
+    pair = subprocess.run(
+        [*torchrun, "dirprune", "resume", "pair"], capture_output=True, text=True, env=environment, timeout=120
+    )
     records = [json.loads(line) for line in pair.stdout.splitlines()]
-    assert [record["epoch"] for record in records] == [1, 2]
+    assert [record["epoch"] for record in records] == [2]
     assert pair.stderr.count("dirprune report pair") == 1
     expected = state(Path("alone"), 2)
     for name, value in state(Path("pair"), 2).items():

@@ -460,6 +460,7 @@ class Net(nn.Linear):
 def needs_more(num_classes, width): return nn.Linear(width, num_classes)
 def returns_a_number(): return 3
 number = 3
+def bare(): return nn.Flatten()
 def broken():
     raise RuntimeError("no weights here")
 """
@@ -515,10 +516,12 @@ def test_a_users_module_may_lie_in_the_current_folder(tmp_path: Path, monkeypatc
         ("models_of_a_user:number", "'number' in 'models_of_a_user' is of type int"),
         ("models_of_a_user:needs_more", "num_classes=7, but missing a required argument: 'width'; wrap it"),
         ("models_of_a_user:returns_a_number", "returned a value of type int; it must return a torch.nn.Module"),
+        ("models_of_a_user.py:Net", "names a file; write models_of_a_user:Net, without .py"),
+        ("models_of_a_user:bare", "has no parameter to train; give it layers"),
         ("builtins:dict", "no signature found .*wrap it"),
         (
             "models_of_a_user:broken",
-            r"raised RuntimeError: no weights here \(.*models_of_a_user.py, line 16\); DIRPRUNE",
+            r"raised RuntimeError: no weights here \(.*models_of_a_user.py, line 17\); set DIRPRUNE",
         ),
         ("models_with_a_slip:net", r"raised SyntaxError: .*never closed \(.*models_with_a_slip.py, line 2\)"),
     ],

@@ -103,6 +103,12 @@ def test_settings_differ_in_colour_or_line_style_and_none_is_dashed_like_a_publi
     assert "--" not in {style for _, style in looks}
 
 
+def test_a_single_epoch_is_a_whole_number() -> None:
+    axes = plots.accuracy_and_sparsity({"SGD": [history([90])]}).axes[0]
+    assert axes.get_xlim() == (0.5, 1.5)
+    assert [tick for tick in axes.get_xticks() if 0.5 <= tick <= 1.5] == [1.0]
+
+
 def test_training_curves_show_the_numbers() -> None:
     figure = plots.training_curves({"SGD": [history([50, 90]), history([60, 80])], "gRDA": [history([40, 70])]})
     accuracy, zeros, train_loss, test_loss = figure.axes

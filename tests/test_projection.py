@@ -218,7 +218,7 @@ def test_without_room_for_its_products_a_computation_goes_on(tmp_path: Path, mon
     monkeypatch.setattr(checkpoint, "save", full)
     op = Counting()
     journal, vectors = Journal(op, tmp_path), torch.eye(50)
-    with pytest.warns(NotKept, match="No space left on device; products are not kept any more"):
+    with pytest.warns(NotKept, match="No space left on device; products are no longer kept"):
         torch.testing.assert_close(journal @ vectors[0], op @ vectors[0])
     torch.testing.assert_close(journal @ vectors[1], op @ vectors[1])  # without another word
 
@@ -382,7 +382,7 @@ def test_other_bad_requests_are_refused(trained: dict[str, Run], tmp_path: Path)
     for ranks in ((-3, None), (5, 2)):
         with pytest.raises(ValueError, match=r"by_loss=.*give a first rank from 0, and a last one above it"):
             Lanczos(by_loss=ranks)
-    with pytest.raises(ValueError, match="examples=1: the same share of every class comes to none"):
+    with pytest.raises(ValueError, match="examples=1: the same fraction of every class rounds to no examples"):
         list(project(sgd, [grda], tmp_path / "one", lanczos=Lanczos(examples=1), device=CPU))
     with pytest.raises(ValueError, match="by_loss=300:: there are only 199 examples"):
         list(project(sgd, [grda], tmp_path / "ranks", lanczos=replace(TIGHT, by_loss=(300, None)), device=CPU))
@@ -507,6 +507,6 @@ def test_a_study_that_is_stopped_says_that_it_goes_on(
         patch.setattr(projection, "project", slow)
         stopped = call(*command, *([stop, 0.001] if stop == "--minutes" else []))
     assert stopped.exit_code == (0 if stop == "--minutes" else 130)
-    assert "Stopped; the same command goes on." in stopped.stderr
+    assert "Stopped; run the same command to continue." in stopped.stderr
     assert not (tmp_path / "p" / "projection.csv").exists()
     assert len(objects(call(*command))) == 2

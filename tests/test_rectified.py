@@ -524,7 +524,7 @@ def test_the_operators_keep_torchs_rules() -> None:
 
 def test_one_pixel_and_other_layouts_are_refused() -> None:
     weight, bias = parameters(3)
-    with pytest.raises(ValueError, match="one value a channel"):
+    with pytest.raises(ValueError, match="one value per channel"):
         ops.rectify(tensor(1, 3, 1, 1), None, weight, bias, EPS)
     with pytest.raises(AssertionError):
         ops.rectify(tensor(2, 3, 4, 4).contiguous(), None, weight, bias, EPS)

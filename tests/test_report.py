@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from dirprune import sparsity
-from dirprune.lab import checkpoint, models, recipes, runs
+from dirprune.lab import checkpoint, models, plots, recipes, runs
 from dirprune.lab.experiment import conduct
 from dirprune.lab.recipes import Recipe
-from dirprune.lab.report import draw, duration, layers, layerwise, report, settings
+from dirprune.lab.report import draw, duration, layerwise, report, settings
 from dirprune.lab.runs import Outcome, Run
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.train import EpochRecord
@@ -177,7 +177,7 @@ def test_notes_say_why_a_run_has_not_all_its_epochs(tmp_path: Path) -> None:
         if outcome:
             run.conclude(outcome)
     notes = report([tmp_path / name for name in ("nan", "cut", "short")]).notes
-    for words in ("nan diverged: the loss became nan; train it anew", "cut has ended, but", "dirprune resume"):
+    for words in ("nan diverged: the loss became nan; train again", "cut has ended, but", "dirprune resume"):
         assert sum(words in note for note in notes) == 1
 
 
@@ -199,6 +199,39 @@ def test_layers_of_a_run_without_its_checkpoints_are_those_it_ended_with(tmp_pat
     epoch, found = layerwise(run)
     assert (epoch, found.layers[0].zeros) == (3, 12)
     assert [path.name for path in draw(report([run.folder]))] == ["curves.png", "layers.png"]
+
+
+def test_a_damaged_last_checkpoint_does_not_bring_back_earlier_zeros(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", DIGITS, [50.0, 60.0, 70.0])
+    save_weights(run, 0)
+    ended = sparsity(save_weights(run, 3))
+    run.conclude(Outcome(ended))
+    checkpoint.path_of(run.checkpoints, 3).write_bytes(b"")
+    epoch, found = layerwise(run)  # without a warning that it goes back, because it does not
+    assert (epoch, found.zeros) == (3, ended.zeros)
+
+
+def test_a_run_whose_only_whole_checkpoint_is_its_start_has_no_layers_yet(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", DIGITS, [50.0])
+    for epoch in (0, 1):
+        save_weights(run, epoch)
+    checkpoint.path_of(run.checkpoints, 1).write_bytes(b"")
+    made = report([run.folder])
+    with pytest.warns(checkpoint.CheckpointWarning, match=r"going back to .*epoch-0000"):
+        assert [path.name for path in draw(made)] == ["curves.png"]
+    assert made.layers == {}  # and no second warning, which would be an error
+
+
+def test_columns_and_figures_say_what_was_tested_on(tmp_path: Path) -> None:
+    make_run(tmp_path / "test", DIGITS, [50.0])
+    make_run(tmp_path / "held-out", replace(DIGITS, validation=0.1), [50.0])
+    held_out, either = report([tmp_path / "held-out"]), report([tmp_path / "test", tmp_path / "held-out"])
+    assert report([tmp_path / "test"]).tested_on == "test"
+    assert {"validation accuracy (%)", "validation loss"} < set(held_out.cells[0])
+    assert all({"test or validation accuracy (%)", "test or validation loss"} < set(row) for row in either.cells)
+    figure = plots.training_curves({"a": held_out.groups[0].records}, held_out.tested_on)
+    labels = [axes.get_ylabel() for axes in figure.axes]
+    assert labels == ["validation accuracy (%)", "sparsity (% of all parameters)", "train loss", "validation loss"]
 
 
 def test_notes_warn_of_repeated_seeds_and_of_validation(tmp_path: Path) -> None:
@@ -254,7 +287,7 @@ def test_a_model_that_changed_since_is_named(tmp_path: Path) -> None:
 def test_layers_say_of_which_epochs_they_are(tmp_path: Path) -> None:
     for seed, epoch in enumerate([3, 1, 0]):
         save_weights(make_run(tmp_path / str(seed), replace(DIGITS, seed=seed), [50.0] * epoch), epoch)
-    networks = layers(report([tmp_path / str(seed) for seed in range(3)]))
+    networks = report([tmp_path / str(seed) for seed in range(3)]).layers
     assert list(networks) == ["small"]
     [(label, reports)] = networks["small"].items()
     assert label == "gRDA c=0.01 μ=0.7, epochs 1–3"
@@ -267,7 +300,7 @@ def test_a_real_run_end_to_end(tmp_path: Path) -> None:
         run = runs.create(tmp_path / optimizer, replace(recipe, optimizer=optimizer))
         list(conduct(run, device=torch.device("cpu")))
     made = report([tmp_path / "sgd", tmp_path / "grda"])
-    [(_, [zeros])] = list(layers(made)["small"].items())[1:]
+    [(_, [zeros])] = list(made.layers["small"].items())[1:]
     assert made.rows[1].sparsity is not None
     assert zeros.fraction == pytest.approx(made.rows[1].sparsity.mean)
     assert zeros.fraction > 0

@@ -582,7 +582,7 @@ def test_training_that_is_stopped_is_in_the_ledger_and_goes_on(
         patch.setattr(series, "series", interrupted)
         stopped = call(*command, "--keep", "1")
     assert stopped.exit_code == 130
-    assert "Stopped with 1 of 2 runs at their end; the same command goes on." in stopped.stderr
+    assert "Stopped; 1 of 2 runs are complete. Run the same command to continue." in stopped.stderr
     assert [epochs for _, epochs in names_and_epochs(tmp_path / "results")] == [3, 2]
     assert call(*command, "--keep", "2").exit_code == 0
     second = runs.load(tmp_path / "runs" / runs.default_name(TWO[1]))
@@ -602,7 +602,7 @@ def test_a_run_that_diverges_is_told_and_the_next_one_trained(
     monkeypatch.setattr(reproduce, "wanted", lambda *_, **__: broken)
     result = call(*command)
     assert result.exit_code == 0
-    assert "the training loss became nan in step 2 of epoch 2. The other runs go on" in result.stderr
+    assert "the training loss became nan in step 2 of epoch 2. The other runs continue" in result.stderr
     assert [epochs for _, epochs in names_and_epochs(tmp_path / "results")] == [1, 3]
 
 
@@ -628,4 +628,4 @@ def test_with_nothing_missing_there_is_nothing_to_train(
     tmp_path: Path, command: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reproduce, "wanted", lambda *_, **__: [])
-    assert "Every setting has its runs; for more of them give --seeds." in call(*command).stderr
+    assert "Every setting has its runs; raise --seeds for more." in call(*command).stderr

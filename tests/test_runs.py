@@ -83,7 +83,7 @@ def test_a_name_tells_the_method_and_its_options() -> None:
 def test_an_existing_folder_is_never_overwritten(run: Run, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in run.folder.iterdir()}
     with pytest.raises(
-        RunExists, match=r"never overwritten; go on with `dirprune resume .*run`, or give another --out"
+        RunExists, match=r"never overwritten; continue it with `dirprune resume .*run`, or give another --out"
     ):
         runs.create(run.folder, recipes.get("digits-short"))
     assert {path: path.read_bytes() for path in run.folder.iterdir()} == before
@@ -124,15 +124,18 @@ def test_a_default_name_tells_settings_apart_and_is_never_taken_twice(tmp_path: 
 
 
 def test_what_is_not_a_run_is_refused(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"is not a run: it has no config.json; `dirprune train` makes one"):
+    with pytest.raises(FileNotFoundError, match=r"missing does not exist; name the folder of a run"):
         runs.load(tmp_path / "missing")
-    with pytest.raises(FileNotFoundError, match=rf"is not a run: it has no config.json; in it are {run.folder}"):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"is not a run: it has no config.json; `dirprune train` makes one"):
+        runs.load(tmp_path / "empty")
+    with pytest.raises(FileNotFoundError, match=rf"is not a run: it has no config.json; it contains {run.folder}"):
         runs.load(run.folder.parent)
     config = run.folder / "config.json"
     values = json.loads(config.read_text())
     for text in ("{", "[]", json.dumps({"name": "digits"}), json.dumps(values | {"schedule": "constant"})):
         config.write_text(text)
-        with pytest.raises(ValueError, match=r"config.json cannot be read as a recipe"):
+        with pytest.raises(ValueError, match=r"config.json cannot be read as a recipe.*; restore it: every checkpoint"):
             runs.load(run.folder)
     config.write_text(json.dumps(values | {"mu": -1}))
     with pytest.raises(ValueError, match="mu=-1 cannot be used"):
@@ -224,6 +227,25 @@ def test_environment_says_what_ran_where(run: Run, monkeypatch: pytest.MonkeyPat
     assert first["commit"] == runs.commit()
 
 
+def test_the_folder_of_the_data_is_noted_wherever_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runs.create(tmp_path / "run", recipes.get("vgg16-cifar10"))
+    monkeypatch.setenv("DIRPRUNE_DATA", str(tmp_path / "data"))
+    run.note_session(CPU, world_size=1, root=None, examples=7)
+    assert run.last_root() is None  # what the environment says now is worth more
+    monkeypatch.delenv("DIRPRUNE_DATA")
+    assert run.last_root() == tmp_path / "data"
+
+
+def test_a_full_disk_leaves_no_empty_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(runs, "write_json", full)
+    with pytest.raises(OSError, match="No space left"):
+        runs.create(tmp_path / "a" / "b", recipes.get("digits"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_commit_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
@@ -267,7 +289,7 @@ def test_where_a_run_came_from_is_worth_less_than_the_run(run: Run, content: byt
 def test_weights_of_the_newest_or_of_a_given_epoch(run: Run, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no checkpoint yet; `dirprune resume"):
         runs.weights_of(runs.create(tmp_path / "new", recipes.get("digits")))
-    with pytest.raises(FileNotFoundError, match="are gone; train it again"):
+    with pytest.raises(FileNotFoundError, match="are gone; train again"):
         runs.weights_of(run)
     for epoch in (1, 2):
         checkpoint.save(run.checkpoints, epoch, {"model": {"w": torch.full((2,), float(epoch))}})

@@ -139,7 +139,7 @@ def test_products_are_kept_until_all_is_measured(run: Run, tmp_path: Path) -> No
 def test_initial_weights_are_pruned_on_request_alone(run: Run, tmp_path: Path) -> None:
     young = runs.create(tmp_path / "young", run.recipe)
     checkpoint.save(young.checkpoints, 0, {"epoch": 0, "model": runs.weights_of(run)[1]})
-    with pytest.raises(ValueError, match="young has its initial weights alone; train it, or give --epoch 0"):
+    with pytest.raises(ValueError, match="young has only its initial weights; train it, or give --epoch 0"):
         measure(young, tmp_path / "out")
     assert measure(young, tmp_path / "out", ks=(0,), epoch=0)
 

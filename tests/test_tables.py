@@ -88,7 +88,13 @@ def test_a_lock_is_nothing_measured(tmp_path: Path) -> None:
     settle(tmp_path, {"k": 1}, {})
     with locked(tmp_path):
         settle(tmp_path, {"k": 2}, {})
-        with pytest.raises(InUse, match=f"being written by process {os.getpid()}"), locked(tmp_path):
+        with (
+            pytest.raises(
+                InUse,
+                match=f"written by process {os.getpid()} on .*; wait for it, or stop it with `kill {os.getpid()}`",
+            ),
+            locked(tmp_path),
+        ):
             pass
     with locked(tmp_path):
         pass
@@ -114,6 +120,6 @@ def test_more_files_may_join_but_none_may_change(tmp_path: Path) -> None:
     for files in ({"a": "1"}, {"a": "1", "b": "2"}, {"b": "2"}):
         settle(tmp_path, {"k": 1}, {}, files=files)
         (tmp_path / "rows.csv").touch()
-    with pytest.raises(OtherSettings, match="begun with another file as b: a run of the same name, or trained again"):
+    with pytest.raises(OtherSettings, match="started with another file as b: a run of the same name, or trained again"):
         settle(tmp_path, {"k": 1}, {}, files={"a": "1", "b": "3"})
     settle(tmp_path, {"k": 1}, {}, files={"a": "1"})

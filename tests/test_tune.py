@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -87,7 +88,7 @@ def test_divergence_fails_a_trial_and_has_no_accuracy(imagine: Any) -> None:
 
 def test_a_bad_mu_is_refused_before_any_work(imagine: Any) -> None:
     tried = imagine(lambda r: 90.0)
-    with pytest.raises(ValueError, match=r"mu=-0\.5"):
+    with pytest.raises(ValueError, match=r"--mu -0\.5 cannot be used"):
         next(tune.tune(QUICK, mus=(0.6, -0.5), device=CPU))
     assert tried == []
 
@@ -222,6 +223,35 @@ def test_the_command_at_a_terminal_shows_every_trial(tuned: list[str], monkeypat
     assert [row[:3] for row in rows] == [["SGD", "", ""], ["gRDA", "0.0001", "0.6"], ["gRDA", "0.0002", "0.6"]]
     assert lines[-1].startswith("dirprune train digits-short --c 0.0002 --mu 0.6")
     assert "Chosen: c=0.0002, mu=0.6" in result.stderr
+
+
+def test_a_slip_in_a_users_network_is_told_in_one_line(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("slip_of_a_user.py").write_text(
+        "from torch import nn\n\nclass Net(nn.Linear):\n    def __init__(self):\n        super().__init__(64, 10)\n\n"
+        "    def forward(self, inputs):\n        return self.layers[0](inputs)\n"
+    )
+    result = call(*tuned, "--model", "slip_of_a_user:Net")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert "model='slip_of_a_user:Net' raised AttributeError on images of shape (1, 8, 8): 'Net' object has" in line
+    assert "slip_of_a_user.py, line 8)" in line
+
+
+def test_ctrl_c_shows_the_trials_that_are_done(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("cli", "console"):
+        monkeypatch.setattr(f"dirprune.lab.{module}.is_terminal", lambda: True)
+    whole = tune.tune
+
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[tune.Trial]:
+        yield from islice(whole(*arguments, **options), 2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "tune", interrupted)
+    result = call(*tuned)
+    assert result.exit_code == 130
+    rows = [[word.strip() for word in line.split("│")] for line in result.stdout.splitlines() if "│" in line]
+    assert [row[:3] for row in rows] == [["SGD", "", ""], ["gRDA", "0.0001", "0.6"]]
+    assert result.stderr.startswith("Stopped; the search is not finished. Best so far: c=0.0001, mu=0.6 (")
 
 
 def test_when_nothing_passes_the_command_says_what_to_do(tuned: list[str], imagine: Any) -> None:

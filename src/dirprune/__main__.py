@@ -1,5 +1,6 @@
 """`python -m dirprune`, and the console command `dirprune`."""
 
+import codecs
 import io
 import os
 import sys
@@ -11,7 +12,10 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name and error.name.partition(".")[0] == "dirprune":
             raise
-        sys.exit(f"the commands need the package {error.name}; install them with: pip install 'dirprune[lab]'")
+        sys.exit(
+            f"the commands need the package {error.name}; in a clone of the repository, install them with: "
+            "pip install -c constraints.txt -e '.[lab]'"
+        )
     _mend_streams()
     try:
         app(prog_name="dirprune")
@@ -28,7 +32,40 @@ def _mend_streams() -> None:
         if stream is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
-            stream.reconfigure(errors="replace")
+            codecs.register_error("plain", _in_plain_letters)
+            stream.reconfigure(errors="plain")
+
+
+_PLAIN = {
+    "×": "x",
+    "÷": "/",
+    "±": "+-",
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "…": "...",
+    "·": "*",
+    "≤": "<=",
+    "≥": ">=",
+    "→": "->",
+}
+_PLAIN |= {
+    "μ": "mu",
+    "λ": "lambda",
+    "γ": "gamma",
+    "σ": "sigma",
+    "Δ": "Delta",
+    "û": "u",
+    "‖": "||",
+    "²": "^2",
+    "½": "1/2",
+}
+
+
+def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
+    """Replace what a stream has no letters for by what reads alike."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
 
 def _leave(code: int) -> None:

@@ -174,6 +174,11 @@ def _overhead(trainer: _Trainer, seconds: float = 10.0) -> float:
     return max(0.0, statistics.median(shares))
 
 
+def ratio_to_sgd(cost: Cost, costs: Sequence[Cost]) -> float:
+    """Return the time of a step as a multiple of SGD's on the same network, which is among ``costs``."""
+    return cost.ms / next(each.ms for each in costs if (each.model, each.optimizer) == (cost.model, "sgd"))
+
+
 COLUMNS = (
     "model",
     "optimizer",
@@ -192,7 +197,6 @@ SPARE = ("floor ms", "overhead", "MiB")
 
 def table(costs: Sequence[Cost]) -> list[tuple[str, ...]]:
     """Return the costs as rows of text under `COLUMNS`, the paper's V100 figures beside them."""
-    dense = {cost.model: cost for cost in costs if cost.optimizer == "sgd"}
     rows: list[tuple[str, ...]] = []
     for cost in costs:
         which = 0 if cost.optimizer == "sgd" else 1
@@ -203,7 +207,7 @@ def table(costs: Sequence[Cost]) -> list[tuple[str, ...]]:
                 f"{cost.ms:.3f}",
                 f"{cost.floor_ms:.2f}" if cost.floor_ms else "–",
                 f"{cost.floor_ms / cost.ms:.0%}" if cost.floor_ms else "–",
-                f"{cost.ms / dense[cost.model].ms:.3f}",
+                f"{ratio_to_sgd(cost, costs):.3f}",
                 f"{PAPER_MS[cost.model][which]:.1f}" if cost.model in PAPER_MS else "–",
                 f"{cost.peak_mib:.0f}" if cost.peak_mib else "–",
                 f"{PAPER_MIB[cost.model][which]}" if cost.model in PAPER_MIB else "–",

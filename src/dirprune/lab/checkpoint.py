@@ -70,7 +70,7 @@ def save(folder: Path, epoch: int, state: State) -> Path:
         raise OSError(
             error.errno,
             f"the checkpoint of epoch {epoch} was not saved ({error.strerror}); those saved before are intact. "
-            "Make room or mend the disk, then resume",
+            "Make room or repair the disk, then resume",
             str(path),
         ) from error
     finally:
@@ -95,7 +95,7 @@ def load(path: Path, *, map_location: str | torch.device = "cpu") -> State:
     try:
         return _read(path, map_location)
     except CorruptCheckpoint as error:
-        raise CorruptCheckpoint(f"{error}; restore it from a copy, or take another epoch's") from error
+        raise CorruptCheckpoint(f"{error}; restore it from a copy, or use another epoch's") from error
 
 
 def _read(path: Path, map_location: str | torch.device) -> State:
@@ -158,7 +158,7 @@ def latest(folder: Path, *, map_location: str | torch.device = "cpu") -> tuple[i
         return epoch, state
     if problems:
         raise CorruptCheckpoint(
-            f"no checkpoint in {folder} can be trusted; restore one from a copy, or train anew with another --out. "
+            f"no checkpoint in {folder} can be trusted; restore one from a copy, or train again with another --out. "
             + "; ".join(problems)
         )
     return None

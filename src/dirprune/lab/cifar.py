@@ -36,6 +36,8 @@ LAYOUTS = {
 def read_cifar(name: str, root: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Reads (images, targets) of train and of test from `root`; images are uint8 (N, 3, 32, 32), targets int64 (N,)."""
     layout = LAYOUTS[name]
+    if root.resolve().name == layout.folder:  # the folder of the set itself
+        root = root.resolve().parent
     folder = root / layout.folder
     missing = [file for file in (*layout.train, *layout.test) if not (folder / file).is_file()]
     if missing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from dataclasses import asdict, replace
 from enum import Enum
 from itertools import chain
@@ -14,15 +15,19 @@ import typer
 from dirprune import __version__
 from dirprune.lab import cli_compare, cli_reproduce, cli_research
 from dirprune.lab.console import (
+    INTERRUPTED,
+    NOTHING,
     DataOption,
     DeviceOption,
     KeepOption,
     MinutesOption,
+    RunDataOption,
     clear_errors,
     emit,
     integers,
     is_terminal,
     say,
+    say_once,
     show,
 )
 
@@ -50,17 +55,20 @@ class DownloadName(str, Enum):
     cifar100 = "cifar100"
 
 
-SaveOption = Annotated[int | None, typer.Option(min=1, help="Epochs between checkpoints.", show_default="one a minute")]
+SaveOption = Annotated[
+    int | None, typer.Option(min=1, help="Epochs between checkpoints.", show_default="one per minute")
+]
 BoardOption = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard event files into the run.")]
 LeanOption = Annotated[
-    bool | None, typer.Option("--lean/--no-lean", help="With bfloat16, keep gRDA's weights in it: the same numbers.")
+    bool | None,
+    typer.Option("--lean/--no-lean", help="With bfloat16, store gRDA's weights in bfloat16; results are unchanged."),
 ]
 SeedOption = Annotated[
-    int | None, typer.Option(help="Of initial weights, order of the data and augmentation.", show_default="0")
+    int | None, typer.Option(help="Random seed for initial weights, data order and augmentation.", show_default="0")
 ]
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`.")]
 RateOption = Annotated[float | None, typer.Option(help="Base learning rate.")]
-BatchOption = Annotated[int | None, typer.Option(help="Examples a step, over all processes.")]
+BatchOption = Annotated[int | None, typer.Option(help="Global batch size, summed over all processes.")]
 ModelOption = Annotated[str | None, typer.Option(help="Another network, or your own as package.module:name.")]
 
 
@@ -76,7 +84,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Read what stands before the verb."""
+    """Handle the options that come before the verb."""
 
 
 @app.command()
@@ -98,7 +106,7 @@ def demo(
             try:
                 follow(run, device="cpu", title=name, quiet=True)
             except typer.Exit:
-                say("That goes on with this run alone; `dirprune demo` begins anew, with both.")
+                say("This resumes only the interrupted run; run `dirprune demo` again to repeat both.")
                 raise
         found = report([folder / "sgd", folder / "grda"])
         labels = dict(zip(("SGD", "gRDA"), (group.records for group in found.groups), strict=True))
@@ -107,11 +115,11 @@ def demo(
             emit({**found.to_dict(), "figure": str(figure)})
             return
         columns = {"test accuracy (%)": "test accuracy (%)", "sparsity (%)": "sparsity (%)", "time": "total"}
-        cells = [row.cells() for row in found.rows]
+        cells = found.cells
         rows = [(name, *(row[c] for c in columns.values())) for name, row in zip(labels, cells, strict=True)]
         show("The same network, weights and minibatches", ("", *columns), rows)
         print(f"\nWhat gRDA left of each layer:\n\n{layerwise(runs.load(folder / 'grda'))[1]}")
-        print(f"\nThe figure (accuracy and sparsity over training): {figure}")
+        print(f"\nFigure (accuracy and sparsity over training): {figure}")
         print("In your own script:")
         numbers = f"lr={recipe.lr:g}, c={recipe.c:g}, mu={recipe.mu:g}"
         print(f"    optimizer = dirprune.GRDA(model.parameters(), {numbers})")
@@ -124,13 +132,16 @@ def train(
     c: Annotated[float | None, typer.Option(help="gRDA's pruning strength, ≥ 0.")] = None,
     mu: Annotated[float | None, typer.Option(help="gRDA's growth exponent, > 0.")] = None,
     lr: RateOption = None,
-    epochs: Annotated[int | None, typer.Option(help="Length of the schedule.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Number of epochs to train.")] = None,
     batch_size: BatchOption = None,
     seed: SeedOption = None,
     model: ModelOption = None,
-    validation: Annotated[float | None, typer.Option(help="Hold out this share of train and report on it.")] = None,
+    validation: Annotated[
+        float | None,
+        typer.Option(help="Hold out this fraction of the training set and report on it instead of the test set."),
+    ] = None,
     keep: KeepOption = None,
-    precision: Annotated[Precision | None, typer.Option(help="Of forward and backward.")] = None,
+    precision: Annotated[Precision | None, typer.Option(help="Precision of the forward and backward pass.")] = None,
     compile: Annotated[  # noqa: A002
         bool | None, typer.Option("--compile/--no-compile", help="torch.compile the network.")
     ] = None,
@@ -142,7 +153,7 @@ def train(
     minutes: MinutesOption = None,
     tensorboard: BoardOption = False,
 ) -> None:
-    """Train a network by a recipe; what you do not give stays as the recipe has it.
+    """Train a recipe. Options you leave out keep the recipe's values.
 
     On several processes: torchrun --nproc-per-node N -m dirprune train RECIPE …
     """
@@ -168,20 +179,21 @@ def train(
         )
         if keep and max(chosen.keep) > chosen.epochs:
             raise ValueError(
-                f"--keep {keep!r} names epoch {max(chosen.keep)}, and the run ends after epoch {chosen.epochs}; give "
-                "epochs from 0 to that, or a longer --epochs"
+                f"--keep {keep!r} names epoch {max(chosen.keep)}, but the run ends after epoch {chosen.epochs}; give "
+                "epochs up to that, or a larger --epochs"
             )
         if chosen.optimizer == "sgd" and (
             idle := [name for name, value in (("--c", c), ("--mu", mu)) if value is not None]
         ):
-            say(f"{' and '.join(idle)} only matter to gRDA: SGD trains without.")
+            say_once(f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect with --optimizer sgd.")
         if lean and chosen.execution(device_of(device).type).precision != "bfloat16":
-            say("--lean does nothing in float32; add --precision bfloat16.")
+            say_once("--lean has no effect in float32; add --precision bfloat16.")
         folder = out or runs.unused(Path("runs") / runs.default_name(chosen))
         factor = chosen.schedule.factor(1, chosen.epochs)
         if chosen.schedule.kind != "cosine" and factor < 1:
             many = f"{chosen.epochs} epoch{'s' if chosen.epochs > 1 else ''}"
-            say(f"At {many} this schedule never reaches --lr: it begins at {factor * chosen.lr:g}.")
+            start = f"training starts at lr {factor * chosen.lr:g}"
+            say_once(f"With {many} this schedule never reaches the base rate; {start}.")
         follow(
             lambda: runs.create(folder, chosen),
             device=device,
@@ -195,13 +207,13 @@ def train(
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    data: DataOption = None,
+    data: RunDataOption = None,
     device: DeviceOption = "auto",
     save_every: SaveOption = None,
     minutes: MinutesOption = None,
     tensorboard: BoardOption = False,
 ) -> None:
-    """Go on with a run from its last good checkpoint."""
+    """Continue a run from its last good checkpoint."""
     with clear_errors():
         from dirprune.lab import runs
         from dirprune.lab.follow import follow
@@ -226,7 +238,7 @@ def report(
 
         found, paths = reports.report(run), []
         if is_terminal():  # before the figures, which may fail alone
-            cells = [row.cells() for row in found.rows]
+            cells = found.cells
             show("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2, spare=reports.SPARE)
             for note in found.notes:
                 say(note)
@@ -237,11 +249,9 @@ def report(
                 emit({**found.to_dict(), "figures": [str(path) for path in paths]})
         if not is_terminal():
             return
-        if len(run) == 1 and paths:
-            from dirprune.lab import runs
-
-            epoch, zeros = reports.layerwise(runs.load(run[0]))
-            print(f"\nLayer by layer, after epoch {epoch}:\n\n{zeros}\n")
+        if len(run) == 1 and (networks := found.layers):
+            ((label, (zeros,)),) = networks[next(iter(networks))].items()
+            print(f"\nLayer by layer, {label}:\n\n{zeros}\n")
         for path in paths:
             print(f"figure: {path}")
 
@@ -250,7 +260,7 @@ def report(
 def tune(
     recipe: RecipeArgument,
     epochs: Annotated[int, typer.Option(min=1, help="Length of a trial; the paper used 1 to 5.")] = 3,
-    tolerance: Annotated[float, typer.Option(help="Points of accuracy that a trial may lie below SGD.")] = 1.0,
+    tolerance: Annotated[float, typer.Option(help="How many points of accuracy a trial may lose against SGD.")] = 1.0,
     mu: Annotated[
         list[float] | None, typer.Option(help="Search c for this μ; may be repeated.", show_default=".501 .51 .55")
     ] = None,
@@ -261,7 +271,7 @@ def tune(
     data: DataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Choose c and μ by the paper's rule: the greatest c that keeps SGD's accuracy, on held-out training data."""
+    """Choose c and μ by the paper's rule: the largest c that keeps SGD's accuracy, on held-out training data."""
     with clear_errors():
         from dirprune.lab import recipes
         from dirprune.lab import tune as tuning
@@ -274,17 +284,23 @@ def tune(
         search = tuning.tune(
             chosen, epochs=epochs, tolerance=tolerance, mus=mu or tuning.MUS, device=device_of(device), root=data
         )
-        with bar("trials", total=None) as advance:
+        finished = False
+        with bar("trials", total=None) as advance, suppress(KeyboardInterrupt):
             for trial in search:
                 trials.append(trial)
                 advance(1, note=_trial_text(trial))
                 if not is_terminal():
                     emit(trial.to_dict())
-        if is_terminal():
+            finished = True
+        if is_terminal() and trials:
             show(f"Trials of {length}, on held-out data", _TRIAL_COLUMNS, [_trial_row(t) for t in trials])
         best = tuning.choose(trials)
+        if not finished:
+            so_far = f" Best so far: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero)." if best else ""
+            say(f"Stopped; the search is not finished.{so_far}")
+            raise typer.Exit(INTERRUPTED)
         if best is None:
-            say("No c passed: allow a larger --tolerance or longer trials (--epochs).")
+            say("No c passed; try a larger --tolerance or longer trials (--epochs).")
             raise typer.Exit(1)
         options = {"c": best.c, "mu": best.mu, "lr": lr, "batch-size": batch_size, "seed": seed, "model": model}
         words = [(f"--{name}", str(value)) for name, value in {**options, "data": data}.items() if value is not None]
@@ -298,8 +314,10 @@ def tune(
 
 @app.command()
 def data(
-    name: Annotated[DownloadName, typer.Argument(help="Which data set.")],
-    to: Annotated[Path | None, typer.Option(help="Folder.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune")] = None,
+    name: Annotated[DownloadName, typer.Argument(help="The data set to download.")],
+    to: Annotated[
+        Path | None, typer.Option(help="Folder to put it in.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune")
+    ] = None,
 ) -> None:
     """Download a data set, check it and unpack it."""
     with clear_errors():
@@ -317,22 +335,30 @@ def data(
                 seen = done
 
             fetched = fetch(name.value, folder, progress=progress)
-        how = {"present": "already there, and verified", "archive": "unpacked from the archive that was there"}
+        how = {"present": "already present and verified", "archive": "unpacked from the archive that was already there"}
         say(f"{fetched.folder}: {how.get(fetched.source, 'downloaded and verified')}. Use it with --data {folder}")
         if not is_terminal():
             emit({"folder": str(fetched.folder), "source": fetched.source})
 
 
 @app.command()
-def recipes() -> None:
-    """List the recipes."""
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(help="Show every value of this recipe.", show_default="list all")
+    ] = None,
+) -> None:
+    """List the recipes, or show every value of one."""
     with clear_errors():
         from dirprune.lab import recipes as known
 
-        found = [known.get(name) for name in known.names()]
+        found = [known.get(each) for each in ([name] if name else known.names())]
         if not is_terminal():
             for recipe in found:
                 emit(recipe.to_dict())
+            return
+        if name:
+            values = found[0].to_dict()
+            show(f"dirprune train {name}", ("field", "value"), [(key, _text(values[key])) for key in values], left=2)
             return
         rows = [(r.name, r.about + _published(r.published), str(r.epochs), f"{r.c:g}", f"{r.mu:g}") for r in found]
         show("dirprune train RECIPE", ("recipe", "what", "epochs", "c", "μ"), rows, left=2, spare=("c", "μ"))
@@ -340,12 +366,14 @@ def recipes() -> None:
 
 @app.command()
 def bench(
-    model: Annotated[list[str] | None, typer.Argument(help="vgg16, wrn28x10, resnet50, small.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Argument(help="Networks to measure: vgg16, wrn28x10, resnet50, small.")
+    ] = None,
     lean: LeanOption = None,
     out: Annotated[Path | None, typer.Option(help="Also write the numbers to this CSV file.")] = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Measure a training step with SGD and with gRDA, beside the arithmetic floor and the paper's figures."""
+    """Time a training step with SGD and with gRDA, next to the arithmetic floor and the paper's figures."""
     with clear_errors():
         from dirprune.lab import bench as benchmark
         from dirprune.lab.console import bar
@@ -353,29 +381,45 @@ def bench(
 
         where = device_of(device)
         names = model or (["vgg16", "wrn28x10", "resnet50"] if where.type == "cuda" else ["small"])
-        costs = []
-        with bar("benchmarks", total=2 * len(names)) as advance:
+        costs: list[benchmark.Cost] = []
+        finished = False
+        with bar("benchmarks", total=2 * len(names)) as advance, suppress(KeyboardInterrupt):
             for name in names:
                 for cost in benchmark.bench(name, device=where, lean=lean):
                     costs.append(cost)
                     advance(1, note=f"{cost.model} {cost.optimizer}: {cost.ms:.2f} ms")
                     if not is_terminal():
-                        emit(cost.to_dict())
+                        emit({**cost.to_dict(), "ratio_to_sgd": benchmark.ratio_to_sgd(cost, costs)})
                 if out:  # network by network: what is measured is kept
                     benchmark.write(costs, out, where)
-        if is_terminal():
+            finished = True
+        if is_terminal() and costs:
             show("A training step", benchmark.COLUMNS, benchmark.table(costs), left=2, spare=benchmark.SPARE)
         if bars := benchmark.bars(costs):
             if is_terminal():
-                show("\nWhat we ask of it", benchmark.BAR_COLUMNS, [each.cells() for each in bars], left=2)
+                show("\nOur targets", benchmark.BAR_COLUMNS, [each.cells() for each in bars], left=2)
             else:
                 for each in bars:
                     emit({**asdict(each), "met": each.met})
+        if not finished:
+            say(f"Stopped; {len(costs)} of {2 * len(names)} measurements are complete.")
+            raise typer.Exit(INTERRUPTED)
 
 
 app.add_typer(cli_research.app)
 app.add_typer(cli_compare.app)
 app.add_typer(cli_reproduce.app)
+
+
+def _text(value: Any) -> str:
+    """Return a value of a recipe as a table shows it."""
+    if isinstance(value, dict):
+        return "\n".join(f"{key} {_text(each)}" for key, each in value.items())
+    if isinstance(value, tuple):
+        return (
+            "\n".join(" ".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in value) or NOTHING
+        )
+    return NOTHING if value == "" else str(value)
 
 
 def _published(settings: tuple[tuple[float, float], ...]) -> str:

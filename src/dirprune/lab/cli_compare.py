@@ -34,27 +34,31 @@ def compare(
         typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`; not needed with --no-train or --published."),
     ] = None,
     methods: Annotated[
-        str | None, typer.Option(help="e.g. grda,rigl,str.", show_default="all eight, without variants")
+        str | None,
+        typer.Option(help="Methods to compare, e.g. grda,rigl,str.", show_default="all eight, without variants"),
     ] = None,
     sparsity: Annotated[
-        str, typer.Option(help="At which to compare, and for methods that need one preset.")
+        str, typer.Option(help="Sparsities to compare at; also the targets of methods that take one.")
     ] = "0.8,0.9,0.95",
     sweep: Annotated[
         list[str] | None,
         typer.Option(help="Values of a method's knob, e.g. grda:c=8e-5,2e-4; repeatable.", show_default="by recipe"),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of every setting.")] = 1,
-    epochs: Annotated[int | None, typer.Option(help="Of every run.", show_default="the recipe's")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs of every setting.")] = 1,
+    epochs: Annotated[int | None, typer.Option(help="Length of every run.", show_default="the recipe's")] = None,
     lr: Annotated[float | None, typer.Option(help="Base learning rate.", show_default="the recipe's")] = None,
     model: Annotated[str | None, typer.Option(help="Another network, or your own as package.module:name.")] = None,
     minutes: MinutesOption = None,
     train: Annotated[
-        bool, typer.Option("--train/--no-train", help="Without: table and figures of the runs that are there.")
+        bool,
+        typer.Option("--train/--no-train", help="With --no-train, only redraw table and figures from existing runs."),
     ] = True,
     published: Annotated[
         str | None, typer.Option(help="Draw published numbers instead: resnet50-imagenet.", show_default="none")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder; the same command goes on with it.")] = Path("comparison"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for runs, tables and figures; run again with the same folder to continue.")
+    ] = Path("comparison"),
     data: DataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
@@ -146,7 +150,7 @@ def _conclude(out: Path, sparsities: Sequence[float]) -> None:
     found = comparison.read(out)
     if not found:
         if not (out / "runs").is_dir():
-            raise ValueError(f"{out} holds no comparison; give its --out, or train one: dirprune compare RECIPE")
+            raise ValueError(f"{out} holds no comparison; give the --out of one, or train one: dirprune compare RECIPE")
         say(f"No run in {out / 'runs'} has ended yet.")
         return
     rows = comparison.ranking(found, sparsities)
@@ -169,7 +173,7 @@ def _draw_published(name: str, out: Path) -> None:
     from dirprune.lab.published import comparison
 
     if name != "resnet50-imagenet":
-        raise ValueError(f"--published {name!r} is not known; there is resnet50-imagenet")
+        raise ValueError(f"--published {name!r} is not known; give resnet50-imagenet")
     title, counted = "ResNet50 on ImageNet, published", "sparsity as published"
     figures = {
         "tradeoff.png": comparison_plots.tradeoff(comparison.tradeoff_curves(), title=title, counted=counted),

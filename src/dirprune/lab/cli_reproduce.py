@@ -37,18 +37,20 @@ def reproduce(
     results: Annotated[Path, typer.Option(help="Folder of trajectories.csv and ledger.csv.")] = Path("results"),
     docs: Annotated[Path, typer.Option(help="Folder of reproduction.md and its figures.")] = Path("docs"),
     page: Annotated[bool, typer.Option("--page", help="Also write docs/reproduction.md.")] = False,
-    train: Annotated[bool, typer.Option("--train", help="Train what is missing first, most telling first.")] = False,
+    train: Annotated[
+        bool, typer.Option("--train", help="First train the missing runs, most informative first.")
+    ] = False,
     only: Annotated[
         list[str] | None, typer.Option(help="Train for this table, e.g. vgg16-cifar10; repeatable.", show_default="all")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Train until every setting has so many runs.")] = 1,
-    runs: Annotated[Path, typer.Option(help="Folder of the runs that are trained.")] = Path("runs/reproduction"),
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs to have for every setting.")] = 1,
+    runs: Annotated[Path, typer.Option(help="Folder for the runs it trains.")] = Path("runs/reproduction"),
     keep: KeepOption = None,
     minutes: MinutesOption = None,
     data: DataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Compare our runs with the paper's CIFAR tables, cell by cell; with --train, run what is missing."""
+    """Compare our runs with the paper's CIFAR tables, cell by cell; with --train, first train what is missing."""
     with clear_errors():
         from dirprune.lab import ledger, reproduction_page
         from dirprune.lab import reproduce as comparing
@@ -70,7 +72,8 @@ def reproduce(
         else:
             for cell in cells:
                 if not cell.missing:
-                    emit({**asdict(cell), "mean": cell.mean, "deviation": cell.deviation})
+                    off_by = {"deviation": cell.deviation, "comparable_deviation": cell.honest_deviation}
+                    emit({**asdict(cell), "mean": cell.mean, **off_by})
         for line in (comparing.summary(cells), *(f"missing: {gap}" for gap in comparing.missing(cells))):
             say(line)
         if not (results / "ledger.csv").exists():
@@ -89,7 +92,7 @@ def _train_missing(
     from dirprune.lab.series import Planned, Step, series
 
     if not missing:
-        say("Every setting has its runs; for more of them give --seeds.")
+        say("Every setting has its runs; raise --seeds for more.")
         return
     planned = [Planned(folder / default_name(recipe), recipe) for recipe in missing]
     interruption = Interruption(minutes)
@@ -107,7 +110,8 @@ def _train_missing(
         ledger.collect([step.run.folder], results)
         outcome = step.run.outcome()
         if outcome and outcome.diverged:
-            say(f"{step.run.folder}: {outcome.diverged}. The other runs go on; with --seeds 2 it gets another seed.")
+            remedy = "a larger --seeds gives it another seed"
+            say(f"{step.run.folder}: {outcome.diverged}. The other runs continue; {remedy}.")
 
     try:
         follow_series(noting(steps), titles, [recipe.epochs for recipe in missing], interruption, ended=ended)

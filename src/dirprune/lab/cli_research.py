@@ -13,6 +13,7 @@ from dirprune.lab.console import (
     DeviceOption,
     Interruption,
     MinutesOption,
+    RunDataOption,
     bar,
     clear_errors,
     emit,
@@ -23,18 +24,17 @@ from dirprune.lab.console import (
 )
 
 app = typer.Typer()
-GOES_ON = "Stopped; the same command goes on."
+CONTINUE = "Stopped; run the same command to continue."
 
-OutOption = Annotated[Path, typer.Option(help="Folder for tables and figures; the same command goes on with it.")]
-DataOption = Annotated[
-    Path | None, typer.Option("--data", help="Folder of the data sets.", show_default="the run's own")
+OutOption = Annotated[
+    Path, typer.Option(help="Folder for tables and figures; run again with the same folder to continue.")
 ]
 ExamplesOption = Annotated[
-    int | None, typer.Option(min=1, help="Training examples in the Hessian, a fixed part.", show_default="all")
+    int | None, typer.Option(min=1, help="Training examples in the Hessian: a fixed subset.", show_default="all")
 ]
-BatchOption = Annotated[int, typer.Option(min=1, help="Examples a pass of a Hessian product.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Examples per pass of a Hessian product.")]
 PrecisionOption = Annotated[
-    str, typer.Option(help="float32; on a GPU also tf32, residuals near 1e-3, or bfloat16, faster, near 2e-2.")
+    str, typer.Option(help="float32; on a GPU also tf32 (residuals near 1e-3) or bfloat16 (faster, near 2e-2).")
 ]
 
 
@@ -46,7 +46,7 @@ def theory(
     runs: Annotated[int, typer.Option(min=2, help="Simulated runs for the limit law.")] = 4000,
     seed: int = 0,
 ) -> None:
-    """See the theorem: gRDA approaches directional pruning as the learning rate falls. Under a minute."""
+    """Demonstrate the theorem: gRDA approaches directional pruning as the learning rate falls. Under a minute."""
     with clear_errors():
         from dataclasses import asdict
 
@@ -63,8 +63,9 @@ def theory(
         if is_terminal():
             for part, rows in found.items():
                 cells = [["–" if value is None else f"{value:.4g}" for value in row.values()] for row in rows]
-                show(part, list(rows[0]), cells, left=0, spare=theory_report.SPARE)
-        say(f"Numbers and figures: {out}{f', {figures}' if figures else ''}. What they mean: docs/theory.md")
+                show(part, [theory_report.HEADERS[name] for name in rows[0]], cells, left=0, spare=theory_report.SPARE)
+        folders = f"{out}, {figures}" if figures else str(out)
+        say(f"Numbers and figures: {folders}. They are explained in docs/theory.md of the repository.")
 
 
 @app.command()
@@ -72,27 +73,30 @@ def project(
     sgd_run: Annotated[Path, typer.Argument(help="A run of SGD, with checkpoints kept (--keep).")],
     grda_run: Annotated[list[Path], typer.Argument(help="Runs of gRDA from the same weights and minibatches.")],
     out: OutOption = Path("projection"),
-    k: Annotated[int, typer.Option(min=1, help="Leading positive eigenvectors.")] = 10,
-    epochs: Annotated[str | None, typer.Option(help="e.g. 10,300,600.", show_default="all that the runs share")] = None,
+    k: Annotated[int, typer.Option(min=1, help="Number of leading eigenvectors, with positive eigenvalues.")] = 10,
+    epochs: Annotated[
+        str | None, typer.Option(help="Epochs to measure, e.g. 10,300,600.", show_default="all that the runs share")
+    ] = None,
     examples: ExamplesOption = None,
     by_loss: Annotated[
         str | None,
         typer.Option(
-            help="Of these, those with such ranks by loss, greatest first: 2: leaves two out, :100 takes 100.",
+            help="Keep only examples in this range of loss ranks, largest loss first: `2:` drops the two largest, "
+            "`:100` keeps the 100 largest.",
             show_default="all",
         ),
     ] = None,
     batch_size: BatchOption = 500,
     precision: PrecisionOption = "float32",
-    tolerance: Annotated[float, typer.Option(help="Residual, relative to the greatest eigenvalue.")] = 1e-3,
-    max_iterations: Annotated[int, typer.Option(min=1, help="Hessian products an epoch, at most.")] = 300,
+    tolerance: Annotated[float, typer.Option(help="Residual to accept, relative to the largest eigenvalue.")] = 1e-3,
+    max_iterations: Annotated[int, typer.Option(min=1, help="Maximum number of Hessian products per epoch.")] = 300,
     seed: int = 0,
     minutes: MinutesOption = None,
-    data: DataOption = None,
+    data: RunDataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Measure how much of gRDA's difference from SGD lies in the leading Hessian eigenspace, along training."""
-    with clear_errors(GOES_ON):
+    with clear_errors(CONTINUE):
         from dirprune.lab import plots, runs
         from dirprune.lab.direction_plots import projection_figure
         from dirprune.lab.follow import device_of
@@ -139,28 +143,30 @@ def project(
 
 @app.command()
 def score(
-    run: Annotated[Path, typer.Argument(help="A trained run, best of SGD.")],
+    run: Annotated[Path, typer.Argument(help="A trained run, preferably with SGD.")],
     out: OutOption = Path("score"),
-    k: Annotated[str, typer.Option(help="Numbers of eigenvectors that stand for the curved space.")] = "0,10,30,100",
+    k: Annotated[
+        str, typer.Option(help="How many leading eigenvectors to treat as curved; comma-separated.")
+    ] = "0,10,30,100",
     epoch: Annotated[int | None, typer.Option(help="Checkpoint to prune.", show_default="the newest")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Products to estimate the Hessian's diagonal.")] = 100,
+    samples: Annotated[int, typer.Option(min=1, help="Hessian products used to estimate its diagonal.")] = 100,
     recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Re-estimate BatchNorm statistics.")] = False,
     examples: ExamplesOption = None,
     batch_size: BatchOption = 500,
     precision: PrecisionOption = "float32",
-    tolerance: Annotated[float, typer.Option(help="Residual, relative to the greatest eigenvalue.")] = 1e-5,
-    max_iterations: Annotated[int, typer.Option(min=1, help="Hessian products, at most.")] = 2000,
+    tolerance: Annotated[float, typer.Option(help="Residual to accept, relative to the largest eigenvalue.")] = 1e-5,
+    max_iterations: Annotated[int, typer.Option(min=1, help="Maximum number of Hessian products.")] = 2000,
     seed: int = 0,
     minutes: MinutesOption = None,
-    data: DataOption = None,
+    data: RunDataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Prune a trained network along its flat directions, beside magnitude pruning and optimal brain damage."""
-    with clear_errors(GOES_ON):
+    """Prune a trained network along its flat directions, and by magnitude and optimal brain damage to compare."""
+    with clear_errors(CONTINUE):
         from dirprune.lab import plots, runs
         from dirprune.lab.direction_plots import score_figure
         from dirprune.lab.follow import device_of
-        from dirprune.lab.scoring import ScoreRow
+        from dirprune.lab.scoring import ScoreRow, measured
         from dirprune.lab.scoring import score as scoring
         from dirprune.lab.spectrum import Lanczos
 
@@ -178,7 +184,8 @@ def score(
             device=where,
             root=data or found.last_root(),
         )
-        rows = _collect(steps, ScoreRow, Interruption(minutes))
+        _collect(steps, ScoreRow, Interruption(minutes))
+        rows = measured(out)  # with those of earlier commands
         figure = plots.save(score_figure(rows), out / "score.png")
         if is_terminal():
             cells = [
@@ -194,36 +201,37 @@ def score(
             ]
             columns = ("method", "k", "λ", "sparsity (%)", "train loss", "test accuracy (%)")
             show("Pruned without retraining", columns, cells)
-            say("λ is that of the path; of the other methods it is the greatest |w| or saliency that was pruned.")
+            of_others = "for the other methods, the largest |w| or saliency pruned"
+            say(f"λ: path parameter for directional pruning; {of_others}.")
         say(f"Numbers: {out}; figure: {figure}")
 
 
 @app.command()
 def connect(
-    run_a: Annotated[Path, typer.Argument(help="One end, t = 0; the published curves have gRDA here.")],
-    run_b: Annotated[Path, typer.Argument(help="The other end, t = 1.")],
+    run_a: Annotated[Path, typer.Argument(help="The end at t = 0; the published curves have gRDA here.")],
+    run_b: Annotated[Path, typer.Argument(help="The end at t = 1.")],
     out: OutOption = Path("connection"),
     epochs: Annotated[int, typer.Option(help="Epochs of the fit.")] = 300,
     points: Annotated[int, typer.Option(help="Points of the profile.")] = 61,
-    grid: Annotated[int, typer.Option(help="Points a side of the plane.")] = 21,
-    margin: Annotated[float, typer.Option(help="Margin of the plane, as a share of its width.")] = 0.2,
+    grid: Annotated[int, typer.Option(help="Points per side of the plane.")] = 21,
+    margin: Annotated[float, typer.Option(help="Margin of the plane, as a fraction of its width.")] = 0.2,
     lr: float = 0.1,
     momentum: float = 0.9,
-    schedule: Annotated[str, typer.Option(help="Of the learning rate.")] = "constant-linear-constant",
-    batch_size: Annotated[int | None, typer.Option(help="Examples a step.", show_default="that of run A")] = None,
+    schedule: Annotated[str, typer.Option(help="Learning-rate schedule of the fit.")] = "constant-linear-constant",
+    batch_size: Annotated[int | None, typer.Option(help="Examples per step.", show_default="that of run A")] = None,
     plane_examples: Annotated[
         int | None, typer.Option(help="Training examples for the plane.", show_default="all")
     ] = None,
-    fit: Annotated[bool, typer.Option("--fit/--no-fit", help="Without a fit: the straight line alone.")] = True,
+    fit: Annotated[bool, typer.Option("--fit/--no-fit", help="With --no-fit, only the straight line.")] = True,
     epoch_a: Annotated[int | None, typer.Option(help="Checkpoint of run A.", show_default="the newest")] = None,
     epoch_b: Annotated[int | None, typer.Option(help="Checkpoint of run B.", show_default="the newest")] = None,
     seed: int = 0,
     minutes: MinutesOption = None,
-    data: DataOption = None,
+    data: RunDataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Join two networks by a curve of low loss; profile it, and draw the plane it lies in."""
-    with clear_errors(GOES_ON):
+    with clear_errors(CONTINUE):
         import json
 
         from dirprune.lab import runs
@@ -277,13 +285,13 @@ def _ranks(option: str, text: str) -> tuple[int, int | None]:
     first, colon, last = text.partition(":")
     numbers = all(not word or word.isdecimal() for word in (first, last))
     if not (colon and numbers and (not last or int(last) > int(first or 0))):
-        raise ValueError(f"{option} {text!r} is not a range of ranks; write e.g. 2: to leave two out, or :100")
+        raise ValueError(f"{option} {text!r} is not a range of ranks; write e.g. 2: to drop the two largest, or :100")
     return int(first or 0), int(last) if last else None
 
 
 def _stop(interruption: Interruption) -> NoReturn:
     """End the command before its work has, having saved what it was worth."""
-    say(GOES_ON)
+    say(CONTINUE)
     raise typer.Exit(INTERRUPTED if interruption.asked else 0)
 
 
@@ -314,7 +322,7 @@ def _collect(steps: Any, row_type: type, interruption: Interruption) -> list[Any
 
 def _tell_precision(precision: str, device: str) -> None:
     if precision == "tf32" and device != "cuda":
-        say("Only a GPU has tf32: here it is float32.")
+        say("tf32 needs a GPU; using float32 here.")
 
 
 def _yes(flag: bool) -> str:

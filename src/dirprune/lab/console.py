@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -53,6 +54,12 @@ def say(message: str) -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
+def say_once(message: str) -> None:
+    """Say it in the first of the processes that torchrun started, not in every one."""
+    if os.environ.get("RANK", "0") == "0":
+        say(message)
+
+
 def wrapped(text: str) -> str:
     """Return a text as lines that the terminal has room for; an indent of four marks a command, which stays whole."""
     width = max(Console(stderr=True).width, 20)
@@ -70,7 +77,7 @@ def emit(values: Mapping[str, Any]) -> None:
         print(to_json(values), flush=True)
     except OSError as error:  # that nobody takes the results is no reason to stop what makes them
         if not isinstance(error, BrokenPipeError):  # the reader has seen enough
-            say(f"dirprune: stdout takes no more ({error.strerror}); going on without it")
+            say(f"dirprune: cannot write to stdout ({error.strerror}); continuing without it")
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -114,12 +121,17 @@ def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith("dirprune.")
 
 
-_NOT_THERE = (PermissionError, FileExistsError, NotADirectoryError)
+_REMEDIES = {
+    **dict.fromkeys(("EACCES", "EPERM", "EEXIST", "ENOTDIR", "EROFS"), "; choose another folder"),
+    **dict.fromkeys(("ENOSPC", "EDQUOT"), "; make room, or choose another folder"),
+}
 
 
 def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        remedy = "; choose another folder" if isinstance(error, _NOT_THERE) else ""
+        known = errno.errorcode.get(error.errno or 0, "")
+        # A message of ours, in the place of the system's, has its own remedy.
+        remedy = _REMEDIES.get(known, "") if error.strerror.startswith(os.strerror(error.errno or 0)) else ""
         return f"{error.strerror}: {error.filename}{remedy}" if error.filename else error.strerror
     return str(error)
 
@@ -195,14 +207,19 @@ def _caption(same: Sequence[_Column], gone: Sequence[_Column]) -> str:
 
 
 def _table(title: str, columns: Sequence[_Column], words: int | None = None, caption: str = "") -> Table:
-    """Return a table; where ``words`` is given, headers may be broken, and words longer than that, but no numbers."""
+    """Return a table; where ``words`` is given, headers may be broken, and words longer than that, but no numbers.
+
+    The first column is never broken: it holds the names that the rows are known by.
+    """
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", show_edge=False)
     table.caption, table.caption_justify, table.caption_style = caption or None, "left", "none"
-    for column in columns:
+    for number, column in enumerate(columns):
         header = column.header
         whole = max(column.longest, *map(len, [header] if words is None else header.split()), 0)
         if column.words:
-            table.add_column(header, min_width=whole if words is None else min(whole, words), overflow="fold")
+            named = number == 0
+            least = whole if words is None or named else min(whole, words)
+            table.add_column(header, min_width=least, overflow="fold", no_wrap=named)
         else:
             table.add_column(header, width=whole, justify="right")
     for cells in zip(*(column.cells for column in columns), strict=True):
@@ -218,10 +235,14 @@ DataOption = Annotated[
     Path | None,
     typer.Option("--data", help="Folder of the data sets.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune"),
 ]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest there is.")]
-KeepOption = Annotated[str | None, typer.Option(help="Epochs whose checkpoints stay, e.g. 0,10,100.")]
+RunDataOption = Annotated[
+    Path | None,
+    typer.Option("--data", help="Folder of the data sets.", show_default="where the last session found them"),
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest available.")]
+KeepOption = Annotated[str | None, typer.Option(help="Epochs whose checkpoints are kept, e.g. 0,10,100.")]
 MinutesOption = Annotated[
-    float | None, typer.Option(help="Save and stop after so long.", show_default="when all is done")
+    float | None, typer.Option(help="Save and stop after this many minutes.", show_default="no limit")
 ]
 
 
@@ -234,7 +255,7 @@ class Interruption:
 
     def __init__(self, minutes: float | None = None) -> None:
         if minutes is not None and not minutes > 0:
-            raise ValueError(f"--minutes {minutes:g} leaves no time to train; give more than 0, or leave it out")
+            raise ValueError(f"--minutes {minutes:g} leaves no time to train; give more than 0, or omit it")
         self.asked = False
         self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
 
@@ -256,7 +277,7 @@ class Interruption:
             for each, handler in then.items():
                 signal.signal(each, handler)
             if not quietly:
-                say(f"Stopping after this {after}; press Ctrl-C again to stop at once.")
+                say(f"Stopping after this {after}; press Ctrl-C again to stop immediately.")
 
         before = {each: signal.signal(each, first) for each in then}
         try:
@@ -301,7 +322,7 @@ def bar(description: str, total: float | None, *, unit: str = "") -> Iterator[Ca
     Gives ``advance(count, note="…", total=…, restart="new description", unit="…")``.
     """
     console = Console(stderr=True)
-    hidden = not console.is_terminal
+    hidden = not console.is_terminal or console.is_dumb_terminal  # where rich draws nothing either
     columns = _columns(console.width)
     spoken = time.monotonic()
     # Results must reach stdout, which may be a file while the bar is at a terminal.

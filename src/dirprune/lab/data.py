@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 NAMES = ("digits", "cifar10", "cifar100", "imagenet", "synthetic")
+ON_DISK = ("cifar10", "cifar100", "imagenet")
+"""Those that are read from a folder."""
 
 DIGITS_STATISTICS = Normalization((0.3056,), (0.3761,), white=16)
 """Statistics of the training part of scikit-learn's digits, whose pixels run from 0 to 16."""

@@ -150,7 +150,7 @@ def download(url: str, target: Path, *, progress: Progress) -> None:
             break
         except (OSError, http.client.HTTPException) as error:  # URLError, timeouts and resets are OSErrors
             if _size(part) <= before:
-                kept = f"{before} bytes are kept, run the command again to go on" if before else "check the network"
+                kept = f"{before} bytes are kept; run the command again to continue" if before else "check the network"
                 raise DownloadError(
                     f"cannot download {url} ({getattr(error, 'reason', error)}): {kept}, or put {target.name} into "
                     f"{target.parent} by hand and run the command again"

@@ -18,6 +18,7 @@ from torch.optim import SGD, Optimizer
 from dirprune import GRDA, prunable_groups, sparsity
 from dirprune.lab import baselines, checkpoint, data, models
 from dirprune.lab.baselines import Method
+from dirprune.lab.execution import Execution
 from dirprune.lab.files import as_read
 from dirprune.lab.loader import CIFAR_STATISTICS, IMAGENET_STATISTICS, Loader
 from dirprune.lab.processes import Process
@@ -42,6 +43,10 @@ FREE_TO_CHANGE = {"about", "keep", "published", "cpu", "cuda"}
 
 class LostRecords(UserWarning):
     """A run's metrics.jsonl does not reach as far as its checkpoints."""
+
+
+class OneBatch(UserWarning):
+    """A batch is larger than the training set."""
 
 
 class Diverged(RuntimeError):
@@ -182,7 +187,9 @@ def _conduct(
     recipe = run.recipe
     execution = recipe.execution(device.type)
     parts = assemble(recipe, device=device, root=root, process=process)
-    _check_fit(recipe, parts)
+    check_fit(recipe, parts, device)
+    if process.is_first:
+        _check_batches(recipe, parts.loaders.train)
     method = make_method(recipe, Reward(parts.loaders, execution, process))
     process.wait()  # the first one may still be writing what it was asked to stop at
     found = checkpoint.latest(run.checkpoints)
@@ -295,28 +302,67 @@ def _peak_memory(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
 
 
-@torch.no_grad()
-def _check_fit(recipe: Recipe, parts: Parts) -> None:
-    """Raise unless the network maps these images to one number a class; nothing is written before that is known."""
-    device = next(parts.model.parameters()).device
+def check_fit(recipe: Recipe, parts: Parts, device: torch.device) -> None:
+    """Raise unless the network maps these images to one number a class, and can be differentiated.
+
+    Nothing is written before that is known. A step of two images, in eval mode and then in training mode, without its
+    update: weights, gradients, buffers and random numbers stay as they were.
+    """
+    model = parts.model
     inputs = torch.zeros(2, *parts.loaders.shape, device=device)  # their shape is known: no reader need be started
+    execution = recipe.execution(device.type)
+    with seeded(recipe.seed, device):
+        with torch.no_grad(), eval_mode(model):
+            _logits(recipe, parts, inputs, execution)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model.train()
+        try:
+            logits = _logits(recipe, parts, inputs, execution)
+            with models.blamed(recipe.model):
+                logits.float().logsumexp(1).sum().backward()  # type: ignore[no-untyped-call]
+        finally:
+            model.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    if name in buffers:
+                        buffer.copy_(buffers[name])
+
+
+def _logits(recipe: Recipe, parts: Parts, inputs: Tensor, execution: Execution) -> Tensor:
+    """Return what the network makes of the inputs, if it is what can be trained on."""
     what = (
         f"model={recipe.model!r} does not fit data={recipe.data!r}, whose images have shape {tuple(inputs.shape[1:])}"
     )
     try:
-        with eval_mode(parts.model):
-            outputs = parts.model(inputs)
-    except RuntimeError as error:
+        with (
+            models.blamed(recipe.model, f"on images of shape {tuple(inputs.shape[1:])}"),
+            execution.autocast(inputs.device),
+        ):
+            outputs = parts.model(inputs.to(memory_format=execution.memory_format))
+    except RuntimeError as error:  # of a network of ours
         raise ValueError(f"{what}: {str(error).splitlines()[0]}; choose another --model or recipe") from error
     if not isinstance(outputs, Tensor):
+        mode = " in training mode" if parts.model.training else ""
         raise ValueError(
-            f"model={recipe.model!r} returns a {type(outputs).__name__}, not a tensor; wrap it to return its logits"
+            f"model={recipe.model!r} returns a {type(outputs).__name__}{mode}, not a tensor; wrap it to return its "
+            "logits"
         )
     shape = tuple(outputs.shape)
     if shape != (len(inputs), parts.loaders.classes):
         raise ValueError(
             f"{what} in {parts.loaders.classes} classes: it gives shape {shape} for {len(inputs)} of them; its last "
-            "layer must have one output a class"
+            "layer must have one output per class"
+        )
+    return outputs
+
+
+def _check_batches(recipe: Recipe, train_set: Loader) -> None:
+    if recipe.batch_size > train_set.examples:
+        warnings.warn(
+            f"--batch-size {recipe.batch_size} is more than the {train_set.examples:,} training examples: every epoch "
+            "is one step, on all of them",
+            OneBatch,
+            stacklevel=2,
         )
 
 
@@ -325,13 +371,13 @@ def _check_records(run: Run, saved: int | None, *, tell: bool) -> None:
     recorded = max((record.epoch for record in run.records()), default=0)
     if saved is None and recorded:
         raise ValueError(
-            f"{run.folder} has {recorded} recorded epochs and no checkpoint to go on from; put its checkpoints back, "
-            "or train anew with another --out"
+            f"{run.folder} has {recorded} recorded epochs and no checkpoint to continue from; restore its checkpoints, "
+            "or train again with another --out"
         )
     if tell and saved and recorded < saved:
         warnings.warn(
-            f"{run.folder / 'metrics.jsonl'} ends at epoch {recorded}, the newest checkpoint is of epoch {saved}: the "
-            "records between are lost",
+            f"{run.folder / 'metrics.jsonl'} ends at epoch {recorded}, but the newest checkpoint is of epoch {saved}: "
+            "the records in between are lost",
             LostRecords,
             stacklevel=2,
         )
@@ -344,8 +390,8 @@ def _check_unchanged(run: Run, state: checkpoint.State) -> None:
     if names := differing(trained, here, FREE_TO_CHANGE):
         was, told = (getattr(recipe, names[0]) for recipe in (trained, here))
         raise ValueError(
-            f"{run.folder / 'config.json'} says {names[0]}={told!r}, and this run was trained with {was!r}; put that "
-            "back, or start a new run with `dirprune train`"
+            f"{run.folder / 'config.json'} says {names[0]}={told!r}, but this run was trained with {was!r}; restore "
+            "that, or start a new run with `dirprune train`"
         )
 
 

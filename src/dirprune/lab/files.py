@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,7 +35,10 @@ def locked(folder: Path, doing: str = "written") -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise InUse(f"{folder} is being {doing} by {file.read().strip() or 'another process'}") from None
+            holder = file.read().strip() or "another process"
+            number = re.search(r"\d+", holder)
+            remedy = f", or stop it with `kill {number[0]}`" if number else ""
+            raise InUse(f"{folder} is being {doing} by {holder}; wait for it{remedy}") from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()

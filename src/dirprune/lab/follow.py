@@ -49,14 +49,16 @@ def follow(
     """
     interruption = Interruption(minutes)
     with joined(device_of(device)) as (process, where):
-        first = process.is_first
+        first, is_new = process.is_first, not isinstance(run, Run)
         found = _shared(run, process)
         try:
             _train(found, process, where, root, save_every, tensorboard and first, interruption, title, quiet)
-        except BaseException:
-            if first and not isinstance(run, Run) and not found.begun:
+            stopped = first and not _conclude(found, quiet, is_new, process)
+            if stopped and (interruption.asked or not interruption.late):  # or another process was asked
+                raise typer.Exit(INTERRUPTED)
+        finally:
+            if first and is_new and not found.begun:
                 found.discard()  # the same command shall work once its cause is mended
-            raise
 
 
 def _train(
@@ -87,10 +89,6 @@ def _train(
                 log(record)
                 if first and not quiet and not is_terminal():
                     emit(record.to_dict())
-    if first:
-        ended = _conclude(run, quiet)
-        if not ended and (interruption.asked or not interruption.late):  # or another process was asked
-            raise typer.Exit(INTERRUPTED)
 
 
 class SeriesStep(Protocol):
@@ -142,7 +140,7 @@ def follow_series(
                 count += 1
                 ended(step)
     if count < len(titles):
-        say(f"Stopped with {count} of {len(titles)} runs at their end; the same command goes on.")
+        say(f"Stopped; {count} of {len(titles)} runs are complete. Run the same command to continue.")
     if interruption.asked:
         raise typer.Exit(INTERRUPTED)
 
@@ -242,29 +240,32 @@ def _shared(run: Run | Callable[[], Run], process: Process) -> Run:
     return made or load(Path(folder))
 
 
-def _conclude(run: Run, quiet: bool) -> bool:
+def _conclude(run: Run, quiet: bool, is_new: bool, process: Process) -> bool:
     """Say where the run is, and what to do next; return whether it has ended."""
-    saved = checkpoint.epochs(run.checkpoints)
-    if not saved:
-        say("Stopped before the first epoch; nothing is kept.")
+    if is_new and not run.begun:
+        say("Stopped before the end of the first epoch; nothing is kept.")
         return False
-    if saved[-1] < run.recipe.epochs:
-        say(f"Stopped; saved up to epoch {saved[-1]} of {run.recipe.epochs}. Go on with:")
-        say(f"    dirprune resume {shlex.quote(str(run.folder))}")
+    saved = max(checkpoint.epochs(run.checkpoints), default=0)
+    if saved < run.recipe.epochs:
+        several = process.world_size > 1
+        program = f"torchrun --nproc-per-node {process.world_size} -m dirprune" if several else "dirprune"
+        say(f"Stopped; saved up to epoch {saved} of {run.recipe.epochs}. Continue with:")
+        say(f"    {program} resume {shlex.quote(str(run.folder))}")
         return False
     if quiet:
         return True
     records = run.records()
     if not records:
-        say(f"{run.folder}: all {run.recipe.epochs} epochs are done, and metrics.jsonl has none of them.")
+        say(f"{run.folder}: all {run.recipe.epochs} epochs are done, but metrics.jsonl has no record of them.")
         return True
     last = records[-1]
     what = "validation" if run.recipe.validation else "test"
     say(
         f"{run.folder}: epoch {last.epoch} of {run.recipe.epochs}, {what} accuracy {last.test_accuracy:.2f}%, "
-        f"{last.sparsity:.2%} of all parameters are zero. Look at it with:"
+        f"{last.sparsity:.2%} of all parameters are zero. See it with:"
     )
     say(f"    dirprune report {shlex.quote(str(run.folder))}")
     if last.weight_sparsity == 1 and run.recipe.pruner == "grda":
-        say(f"Every weight is zero: the threshold grew past all of them. Lower --c, now {run.recipe.c:g}.")
+        knobs = f"--c ({run.recipe.c:g}) or --lr ({run.recipe.lr:g})"
+        say(f"Every weight is zero: the threshold grew past all of them. Lower {knobs}.")
     return True

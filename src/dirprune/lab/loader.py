@@ -101,7 +101,7 @@ class Normalization:
 
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std):
-            raise ValueError(f"mean={self.mean}, std={self.std}: give one value a channel in both")
+            raise ValueError(f"mean={self.mean}, std={self.std}: give one value per channel in both")
         if min(self.std, default=0.0) <= 0:
             raise ValueError(f"std={self.std}: every channel needs a positive standard deviation")
 

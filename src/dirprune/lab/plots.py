@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -175,9 +175,12 @@ def draw_published(axes: Axes, curve: Curve, *, label: str, index: int = 0) -> N
 
 
 def mark_epochs(axes: Axes) -> None:
-    """Make x an axis of epochs, which are whole numbers."""
+    """Make x an axis of epochs, which are whole numbers, also where there is one alone."""
     axes.set_xlabel("epoch")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
+    first, last = axes.dataLim.intervalx
+    if first == last:
+        axes.set_xlim(first - 0.5, last + 0.5)
 
 
 def scale_log(axes: Axes, low: float, high: float) -> None:
@@ -229,9 +232,13 @@ def trajectories(runs: Runs, quantities: Sequence[Quantity]) -> Figure:
     return figure
 
 
-def training_curves(runs: Runs) -> Figure:
-    """Draw test accuracy, sparsity, train loss and test loss over epochs; see `trajectories`."""
-    return trajectories(runs, (TEST_ACCURACY, SPARSITY, TRAIN_LOSS, TEST_LOSS))
+def training_curves(runs: Runs, tested_on: str = "test") -> Figure:
+    """Draw test accuracy, sparsity, train loss and test loss over epochs; see `trajectories`.
+
+    ``tested_on`` names what was held out for the test, where that is not the test set.
+    """
+    accuracy, loss = (replace(q, label=q.label.replace("test", tested_on)) for q in (TEST_ACCURACY, TEST_LOSS))
+    return trajectories(runs, (accuracy, SPARSITY, TRAIN_LOSS, loss))
 
 
 def accuracy_and_sparsity(runs: Runs) -> Figure:

@@ -23,6 +23,14 @@ Option = float | str
 """The value of an option of a method: what JSON keeps as it is."""
 
 
+class BadValue(ValueError):
+    """A value that a field of a recipe cannot have."""
+
+    def __init__(self, name: str, value: Any, remedy: str) -> None:
+        super().__init__(f"{name}={value!r} cannot be used; {remedy}")
+        self.name, self.value, self.remedy = name, value, remedy
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A training run, but for where it runs and where its files go.
@@ -80,7 +88,7 @@ class Recipe:
         ]
         for good, name, remedy in checks:
             if not good:
-                raise ValueError(f"{name}={getattr(self, name)!r} cannot be used; {remedy}")
+                raise BadValue(name, getattr(self, name), remedy)
 
     def execution(self, device_type: str) -> Execution:
         """Return how steps run on this kind of device."""
@@ -126,13 +134,21 @@ class Recipe:
 def changed(recipe: Recipe, **changes: Any) -> Recipe:
     """Return the recipe with what is not None; precision, compile and lean apply to both kinds of device.
 
+    The changes are options of a command, and an error names them as they are typed.
+
     >>> changed(get("digits"), lr=0.2, epochs=None, lean=True).cuda.lean
     True
     """
     given = {name: value for name, value in changes.items() if value is not None}
     if execution := {name: given.pop(name) for name in ("precision", "compile", "lean") if name in given}:
         given["cpu"], given["cuda"] = (replace(each, **execution) for each in (recipe.cpu, recipe.cuda))
-    return replace(recipe, **given)
+    try:
+        return replace(recipe, **given)
+    except BadValue as error:
+        if error.name not in given:
+            raise
+        value = f"{error.value:g}" if isinstance(error.value, float) else error.value
+        raise ValueError(f"--{error.name.replace('_', '-')} {value} cannot be used; {error.remedy}") from error
 
 
 def differing(one: Recipe, other: Recipe, free: Container[str]) -> list[str]:
@@ -186,7 +202,7 @@ def digits() -> Recipe:
 def vgg16_cifar10() -> Recipe:
     return Recipe(
         name="vgg16-cifar10",
-        about="the paper's VGG16 on CIFAR-10 (600 epochs)",
+        about="the paper's VGG16 on CIFAR-10",
         data="cifar10",
         model="vgg16",
         epochs=600,
@@ -202,7 +218,7 @@ def vgg16_cifar10() -> Recipe:
 def wrn28x10_cifar10() -> Recipe:
     return Recipe(
         name="wrn28x10-cifar10",
-        about="the paper's WRN28x10 on CIFAR-10 (200 epochs)",
+        about="the paper's WRN28x10 on CIFAR-10",
         data="cifar10",
         model="wrn28x10",
         epochs=200,
@@ -219,7 +235,7 @@ def wrn28x10_cifar100() -> Recipe:
     return replace(
         wrn28x10_cifar10(),
         name="wrn28x10-cifar100",
-        about="the paper's WRN28x10 on CIFAR-100 (200 epochs)",
+        about="the paper's WRN28x10 on CIFAR-100",
         data="cifar100",
     )
 
@@ -228,7 +244,7 @@ def wrn28x10_cifar100() -> Recipe:
 def resnet50_imagenet() -> Recipe:
     return Recipe(
         name="resnet50-imagenet",
-        about="the paper's ResNet50 on ImageNet at a constant learning rate (147 epochs)",
+        about="the paper's ResNet50 on ImageNet at a constant learning rate",
         data="imagenet",
         model="resnet50",
         epochs=147,
@@ -245,7 +261,7 @@ def resnet50_imagenet_drop140() -> Recipe:
     return replace(
         resnet50_imagenet(),
         name="resnet50-imagenet-drop140",
-        about="the same with the learning rate ÷10 after epoch 140 (153 epochs)",
+        about="the same with the learning rate ÷10 after epoch 140",
         epochs=153,
         schedule=Schedule("drop", after=(140,)),
         published=(*((5e-3, mu) for mu in (0.501, 0.51, 0.55, 0.6, 0.65, 0.7)), (1e-2, 0.4)),
@@ -257,7 +273,7 @@ def resnet50_imagenet_every30() -> Recipe:
     return replace(
         resnet50_imagenet(),
         name="resnet50-imagenet-every30",
-        about="the same with the learning rate ÷10 after every 30 epochs (120 epochs)",
+        about="the same with the learning rate ÷10 after every 30 epochs",
         epochs=120,
         c=4e-3,
         mu=0.65,
@@ -273,7 +289,7 @@ def resnet50_imagenet_every30() -> Recipe:
 def resnet18_cifar10() -> Recipe:
     return Recipe(
         name="resnet18-cifar10",
-        about="ResNet-18 on CIFAR-10 the modern way: momentum, weight decay, cosine (60 epochs)",
+        about="ResNet-18 on CIFAR-10 the modern way: momentum, weight decay, cosine",
         data="cifar10",
         model="resnet18",
         epochs=60,
@@ -293,7 +309,7 @@ def wrn28x10_cifar10_modern() -> Recipe:
     return replace(
         resnet18_cifar10(),
         name="wrn28x10-cifar10-modern",
-        about="WRN28x10 on CIFAR-10 the modern way (200 epochs, full length)",
+        about="WRN28x10 on CIFAR-10 the modern way, at full length",
         model="wrn28x10",
         epochs=200,
     )
@@ -304,7 +320,7 @@ def vgg16_cifar10_modern() -> Recipe:
     return replace(
         resnet18_cifar10(),
         name="vgg16-cifar10-modern",
-        about="VGG16 on CIFAR-10 the modern way, at a rate that a network without BatchNorm bears (60 epochs)",
+        about="VGG16 on CIFAR-10 the modern way, at a rate that a network without BatchNorm bears",
         model="vgg16",
         lr=0.03,
         c=1.2e-4,
@@ -316,7 +332,7 @@ def resnet18_cifar100() -> Recipe:
     return replace(
         resnet18_cifar10(),
         name="resnet18-cifar100",
-        about="ResNet-18 on CIFAR-100 the modern way (60 epochs)",
+        about="ResNet-18 on CIFAR-100 the modern way",
         data="cifar100",
     )
 
@@ -326,7 +342,7 @@ def wrn28x10_cifar100_modern() -> Recipe:
     return replace(
         wrn28x10_cifar10_modern(),
         name="wrn28x10-cifar100-modern",
-        about="WRN28x10 on CIFAR-100 the modern way (200 epochs, full length)",
+        about="WRN28x10 on CIFAR-100 the modern way, at full length",
         data="cifar100",
     )
 
@@ -336,7 +352,7 @@ def vgg16_cifar100_modern() -> Recipe:
     return replace(
         vgg16_cifar10_modern(),
         name="vgg16-cifar100-modern",
-        about="VGG16 on CIFAR-100 the modern way (60 epochs)",
+        about="VGG16 on CIFAR-100 the modern way",
         data="cifar100",
     )
 

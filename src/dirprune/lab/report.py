@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +21,9 @@ from dirprune.lab.runs import Run
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.train import EpochRecord
 
-SPARE = ("test loss", "weight sparsity (%)", "s/epoch", "seeds", "total", "epochs")
+TESTED_ON = ("test", "validation", "test or validation")
+"""What the accuracies and losses of a report may be measured on."""
+SPARE = (*(f"{part} loss" for part in TESTED_ON), "weight sparsity (%)", "s/epoch", "seeds", "total", "epochs")
 """The columns of `Row.cells` that a narrow terminal goes without, the first of them first."""
 _NAMELESS = {"seed", "about", "keep", "published"}  # they do not change what a setting is
 _TOLD = {
@@ -78,15 +80,15 @@ class Row:
     epoch_seconds: float | None = None
     total_seconds: float | None = None
 
-    def cells(self) -> dict[str, str]:
-        """Return the row as text by column, ready to print."""
+    def cells(self, tested_on: str = "test") -> dict[str, str]:
+        """Return the row as text by column, ready to print; the columns of a report say what it was tested on."""
         return {
             "recipe": self.recipe,
             "setting": self.setting,
             "epochs": f"{self.epoch}/{self.epochs}",
             "seeds": str(len(self.seeds)),
-            "test accuracy (%)": self.test_accuracy.text(2) if self.test_accuracy else "–",
-            "test loss": self.test_loss.text(4) if self.test_loss else "–",
+            f"{tested_on} accuracy (%)": self.test_accuracy.text(2) if self.test_accuracy else "–",
+            f"{tested_on} loss": self.test_loss.text(4) if self.test_loss else "–",
             "sparsity (%)": self.sparsity.text(2, scale=100) if self.sparsity else "–",
             "weight sparsity (%)": self.weight_sparsity.text(2, scale=100) if self.weight_sparsity else "–",
             "s/epoch": "–" if self.epoch_seconds is None else f"{self.epoch_seconds:.3g}",
@@ -143,6 +145,36 @@ class Report:
     def rows(self) -> list[Row]:
         return [group.row for group in self.groups]
 
+    @property
+    def tested_on(self) -> str:
+        """What accuracies and losses are measured on: one of `TESTED_ON`."""
+        test, validation, either = TESTED_ON
+        held_out = {bool(group.runs[0].recipe.validation) for group in self.groups}
+        return either if len(held_out) > 1 else validation if True in held_out else test
+
+    @property
+    def cells(self) -> list[dict[str, str]]:
+        """The rows as text by column, ready to print."""
+        return [row.cells(self.tested_on) for row in self.rows]
+
+    @cached_property
+    def layers(self) -> dict[str, dict[str, list[SparsityReport]]]:
+        """Network → label with the epoch → one `SparsityReport` a seed; checkpoints are read once.
+
+        A run that has no weights later than its initial ones is left out: nothing is pruned there yet.
+        """
+        networks: dict[str, dict[str, list[SparsityReport]]] = {}
+        for group in self.groups:
+            known = (run for run in group.runs if any(checkpoint.epochs(run.checkpoints)) or _zeros_at_the_end(run))
+            counted = [(epoch, zeros) for epoch, zeros in map(layerwise, known) if epoch]
+            if not counted:
+                continue
+            epochs = sorted({epoch for epoch, _ in counted})
+            when = f"epoch {epochs[0]}" if len(epochs) == 1 else f"epochs {epochs[0]}–{epochs[-1]}"
+            labels = networks.setdefault(group.runs[0].recipe.model, {})
+            labels[f"{group.label}, {when}"] = [zeros for _, zeros in counted]
+        return networks
+
     def to_dict(self) -> dict[str, Any]:
         """Return the rows and notes as plain values that JSON can hold: what is not finite becomes None."""
         rows = [
@@ -193,40 +225,26 @@ def draw(report: Report, out: Path | None = None) -> list[Path]:
     paths = []
     curves = {group.label: group.records for group in report.groups}
     if any(records for group in report.groups for records in group.records):
-        paths.append(plots.save(plots.training_curves(curves), out / "curves.png"))
-    networks = layers(report)
-    for network, reports in networks.items():
-        file = "layers.png" if len(networks) == 1 else f"layers-{_file_name(network)}.png"
+        paths.append(plots.save(plots.training_curves(curves, report.tested_on), out / "curves.png"))
+    for network, reports in report.layers.items():
+        file = "layers.png" if len(report.layers) == 1 else f"layers-{_file_name(network)}.png"
         paths.append(plots.save(plots.layerwise_sparsity(reports), out / file))
     return paths
 
 
-def layers(report: Report) -> dict[str, dict[str, list[SparsityReport]]]:
-    """Return network → label with the epoch → one `SparsityReport` a seed, from the newest checkpoints.
-
-    A run whose only checkpoint is that of its initial weights is left out: nothing is pruned there yet.
-    """
-    networks: dict[str, dict[str, list[SparsityReport]]] = {}
-    for group in report.groups:
-        known = (run for run in group.runs if any(checkpoint.epochs(run.checkpoints)) or _zeros_at_the_end(run))
-        counted = [layerwise(run) for run in known]
-        if not counted:
-            continue
-        epochs = sorted({epoch for epoch, _ in counted})
-        when = f"epoch {epochs[0]}" if len(epochs) == 1 else f"epochs {epochs[0]}–{epochs[-1]}"
-        labels = networks.setdefault(group.runs[0].recipe.model, {})
-        labels[f"{group.label}, {when}"] = [zeros for _, zeros in counted]
-    return networks
-
-
 def layerwise(run: Run) -> tuple[int, SparsityReport]:
-    """Return (epoch, sparsity) of a run's newest checkpoint, or, where that cannot be read, of how the run ended."""
-    try:
+    """Return (epoch, sparsity) of a run's end, or of the newest checkpoint of one that has not ended.
+
+    The zeros of the end are counted in its checkpoint, which knows the channels too; where that cannot be read, the
+    outcome holds them. An earlier checkpoint would contradict the other numbers of the run.
+    """
+    ended = _zeros_at_the_end(run)
+    if ended is None:
         return _counted(run)
+    try:
+        return _counted(run, run.recipe.epochs)
     except (OSError, ValueError, checkpoint.CorruptCheckpoint):
-        if zeros := _zeros_at_the_end(run):
-            return run.recipe.epochs, zeros
-        raise
+        return run.recipe.epochs, ended
 
 
 def _zeros_at_the_end(run: Run) -> SparsityReport | None:
@@ -234,9 +252,9 @@ def _zeros_at_the_end(run: Run) -> SparsityReport | None:
     return outcome.zeros if outcome else None
 
 
-def _counted(run: Run) -> tuple[int, SparsityReport]:
-    """Return (epoch, sparsity) of the newest checkpoint, counted over the parameters, not the buffers."""
-    epoch, state = runs.weights_of(run)
+def _counted(run: Run, epoch: int | None = None) -> tuple[int, SparsityReport]:
+    """Return (epoch, sparsity) of a checkpoint, by default the newest, counted over the parameters, not the buffers."""
+    epoch, state = runs.weights_of(run, epoch)
     names = _parameter_names(run.recipe.model)
     if missing := [name for name in names if name not in state]:
         raise ValueError(
@@ -316,7 +334,7 @@ def _notes(group: Group) -> list[str]:
     for run, records in zip(group.runs, group.records, strict=True):
         if (outcome := run.outcome()) and outcome.diverged:
             notes.append(
-                f"{run.folder} diverged: {outcome.diverged}; train it anew with a smaller --lr, or another --seed"
+                f"{run.folder} diverged: {outcome.diverged}; train again with a smaller --lr, or another --seed"
             )
         elif outcome and len(records) < recipe.epochs:
             notes.append(

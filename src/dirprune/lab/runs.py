@@ -33,6 +33,7 @@ from torch import Tensor, nn
 import dirprune
 from dirprune import SparsityReport
 from dirprune.lab import checkpoint
+from dirprune.lab.data import ON_DISK, data_root
 from dirprune.lab.files import LOCK, locked, taken, to_json, write_json, write_text
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.train import EpochRecord
@@ -83,8 +84,12 @@ class Run:
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything of it to lose: a checkpoint, or a record."""
-        return bool(checkpoint.epochs(self.checkpoints) or self.records())
+        """Whether there is anything of it to lose: an epoch that was trained or recorded, or how it ended.
+
+        The initial weights are not: the recipe makes them again.
+        """
+        ended = (self.folder / "outcome.json").exists()
+        return ended or any(checkpoint.epochs(self.checkpoints)) or bool(self.records())
 
     @property
     def figures(self) -> Path:
@@ -101,7 +106,7 @@ class Run:
             records.extend(_record(json.loads(line)) for line in lines)
         except (ValueError, TypeError) as error:
             number = len(records) + 1
-            raise ValueError(f"line {number} of {path} is not an epoch record: {error}; mend it by hand") from error
+            raise ValueError(f"line {number} of {path} is not an epoch record: {error}; correct it by hand") from error
         return records
 
     def locked(self) -> AbstractContextManager[None]:
@@ -118,7 +123,8 @@ class Run:
         """Remove what `create` and a session without an epoch made, and the folder if nothing else is in it."""
         for name in ("config.json", "environment.json", "metrics.jsonl", "outcome.json", LOCK):
             (self.folder / name).unlink(missing_ok=True)
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        for folder in (self.checkpoints, self.folder / "tensorboard"):
+            shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):
             self.folder.rmdir()
 
@@ -153,23 +159,33 @@ class Run:
         return "; ".join(dict.fromkeys(str(session[key]) for session in self.sessions() if key in session))
 
     def last_root(self) -> Path | None:
-        """Return where the last session found its data, if it was told."""
+        """Return where the last session found its data; None where that is not noted, or $DIRPRUNE_DATA says it now."""
+        if os.environ.get("DIRPRUNE_DATA"):
+            return None
         sessions = self.sessions()
         return Path(sessions[-1]["data"]) if sessions and sessions[-1].get("data") else None
 
     def note_session(self, device: torch.device, world_size: int, root: Path | None, examples: int) -> None:
         """Add this session to environment.json: also where the data were, and how many examples it trained on."""
-        data = {"data": str(root.resolve()) if root else "", "examples": examples}
-        note_session(self.folder, {**environment(device, world_size), **data})
+        told = root is not None or self.recipe.data in ON_DISK
+        where = str(data_root(root).resolve()) if told else ""
+        note_session(self.folder, {**environment(device, world_size), "data": where, "examples": examples})
 
 
 def create(folder: Path, recipe: Recipe) -> Run:
     """Make the directory of a new run; one that is there already is not touched."""
     if taken(folder, "config.json"):
-        remedy = f"go on with `dirprune resume {folder}`, or " if (folder / "config.json").is_file() else ""
+        remedy = f"continue it with `dirprune resume {folder}`, or " if (folder / "config.json").is_file() else ""
         raise RunExists(f"{folder} exists and is never overwritten; {remedy}give another --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", recipe.to_dict())
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", recipe.to_dict())
+    except OSError:  # a full disk: no empty folders stay behind
+        for each in made:
+            with suppress(OSError):
+                each.rmdir()
+        raise
     return Run(folder, recipe)
 
 
@@ -203,14 +219,17 @@ def unused(folder: Path) -> Path:
 def load(folder: Path) -> Run:
     """Open a run that is there."""
     config = folder / "config.json"
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} does not exist; name the folder of a run, as `dirprune train` makes them")
     if not config.is_file():
         inside = sorted(str(path.parent) for path in folder.glob("*/config.json"))
-        remedy = f"in it are {', '.join(inside)}" if inside else "`dirprune train` makes one"
+        remedy = f"it contains {', '.join(inside)}" if inside else "`dirprune train` makes one"
         raise FileNotFoundError(f"{folder} is not a run: it has no config.json; {remedy}")
     try:
         return Run(folder, Recipe.from_dict(json.loads(config.read_text())))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{config} cannot be read as a recipe: {error}") from error
+        remedy = "restore it: every checkpoint holds a copy under 'recipe'"
+        raise ValueError(f"{config} cannot be read as a recipe: {error}; {remedy}") from error
 
 
 def weights_of(run: Run, epoch: int | None = None) -> tuple[int, dict[str, Any]]:
@@ -224,8 +243,8 @@ def weights_of(run: Run, epoch: int | None = None) -> tuple[int, dict[str, Any]]
     found = checkpoint.latest(run.checkpoints)
     if found is None:
         if run.records():
-            raise FileNotFoundError(f"the checkpoints of {run.folder} are gone; train it again, with another --out")
-        raise FileNotFoundError(f"{run.folder} has no checkpoint yet; `dirprune resume {run.folder}` goes on training")
+            raise FileNotFoundError(f"the checkpoints of {run.folder} are gone; train again with another --out")
+        raise FileNotFoundError(f"{run.folder} has no checkpoint yet; `dirprune resume {run.folder}` trains it")
     return found[0], found[1]["model"]
 
 

@@ -27,6 +27,7 @@ SPARSITIES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 KS = (0, 10, 30, 100)
 DEFAULT = Lanczos(tolerance=1e-5, max_iterations=2000)
 """Tighter than `Lanczos` by itself: the hundredth eigenvalue is about a hundredth of the first, or less."""
+METHODS = ("magnitude", "brain-damage", "directional")
 PRODUCTS = "products"
 DIAGONAL_BLOCK = 10
 
@@ -110,16 +111,24 @@ def score(
     _check(ks, grid, samples)
     given, (epoch, state) = epoch, weights_of(run, epoch)
     if epoch == 0 and given is None:
-        raise ValueError(f"{run.folder} has its initial weights alone; train it, or give --epoch 0 to prune those")
+        raise ValueError(f"{run.folder} has only its initial weights; train it, or give --epoch 0 to prune those")
     settings = {"run": run.folder.name, "epoch": epoch, "samples": samples, "recalibrate": recalibrate}
     files = {f"epoch {epoch} of {run.folder.name}": checkpoint.checksum(run.checkpoints, epoch)}
+    bench = subject(run.recipe, lanczos, device=device, root=root)
+    if ks[-1] > bench.hessian.size:
+        raise ValueError(f"k={ks[-1]}: the network has {bench.hessian.size:,} weights; give at most as many")
     with locked(out):
         settle(out, {**settings, **asdict(lanczos)}, environment(device), files=files)
-        bench = subject(run.recipe, lanczos, device=device, root=root)
         bench.load(state)
         bench = yield from bench.ranked(lanczos, what="eigenpairs")
         yield from _prune_all(bench, state, out, ks, grid, samples, recalibrate, lanczos)
         shutil.rmtree(out / PRODUCTS, ignore_errors=True)
+
+
+def measured(out: Path) -> list[ScoreRow]:
+    """Return all that score.csv holds, also of earlier commands, in the order of a table."""
+    rows = read_rows(out / "score.csv", ScoreRow)
+    return sorted(rows, key=lambda row: (METHODS.index(row.method), row.k, row.wanted))
 
 
 def _prune_all(
@@ -134,7 +143,8 @@ def _prune_all(
 ) -> Iterator[Progress | ScoreRow]:
     """Prune the network by every method to every sparsity that score.csv does not hold yet; yield all its rows."""
     rows = {(row.method, row.k, row.wanted): row for row in read_rows(out / "score.csv", ScoreRow)}
-    methods = [("magnitude", 0), ("brain-damage", 0), *(("directional", k) for k in ks)]
+    magnitude, brain_damage, directional = METHODS
+    methods = [(magnitude, 0), (brain_damage, 0), *((directional, k) for k in ks)]
     missing = [each for each in methods if any((*each, wanted) not in rows for wanted in sparsities)]
     w = flatten(take(bench.model))
     vectors = yield from _eigenvectors(bench, w, max((k for _, k in missing), default=0), lanczos, out)

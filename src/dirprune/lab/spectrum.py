@@ -63,7 +63,7 @@ class Lanczos:
         if self.examples is not None and self.examples < 1:
             raise ValueError(f"examples={self.examples}: give a positive number, or none for the whole training set")
         if not 0 <= self.tolerance < math.inf:
-            raise ValueError(f"tolerance={self.tolerance}: give the greatest residual to accept, e.g. 1e-3")
+            raise ValueError(f"tolerance={self.tolerance}: give the largest residual to accept, e.g. 1e-3")
         first, last = self.by_loss or (0, None)
         if first < 0 or (last is not None and last <= first):
             raise ValueError(f"by_loss={self.by_loss}: give a first rank from 0, and a last one above it or none")
@@ -156,7 +156,7 @@ def part_of(loader: Loader, examples: int | None) -> Loader:
     targets = loader.images.targets if isinstance(loader, ImageFolderLoader) else _resident(loader).targets.cpu()
     rows = stratified_split(targets, examples / loader.examples)[1]
     if not len(rows):
-        raise ValueError(f"examples={examples}: the same share of every class comes to none of any; ask for more")
+        raise ValueError(f"examples={examples}: the same fraction of every class rounds to no examples; ask for more")
     return chosen(loader, rows)
 
 
@@ -243,7 +243,7 @@ class Journal:
         except OSError as error:
             self._keeps = False
             warnings.warn(
-                f"{self._folder}: {error.strerror}; products are not kept any more, and after a stop computed again",
+                f"{self._folder}: {error.strerror}; products are no longer kept; after a stop they are computed again",
                 NotKept,
                 stacklevel=3,
             )

@@ -112,12 +112,12 @@ def settle(
     if differing:
         there = ", ".join(f"{key}={noted['settings'].get(key)}" for key in differing)
         here = ", ".join(f"{key}={wanted[key]}" for key in differing)
-        raise OtherSettings(f"{folder} was begun with {there}, not {here}; give another --out, or delete it")
+        raise OtherSettings(f"{folder} was started with {there}, not {here}; give another --out, or delete it")
     known: dict[str, str] = noted.setdefault("files", {})
     for name, checksum in (files or {}).items():
         if known.setdefault(name, checksum) != checksum:
             raise OtherSettings(
-                f"{folder} was begun with another file as {name}: a run of the same name, or trained again; give "
+                f"{folder} was started with another file as {name}: a run of the same name, or trained again; give "
                 "another --out, or delete it"
             )
     noted["sessions"].append(dict(environment))

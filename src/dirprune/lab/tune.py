@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from dirprune.lab.experiment import assemble
-from dirprune.lab.recipes import Recipe
+from dirprune.lab.experiment import assemble, check_fit
+from dirprune.lab.recipes import Recipe, changed
 from dirprune.lab.train import Divergence, EpochRecord, train
 
 MUS = (0.501, 0.51, 0.55)
@@ -59,11 +59,11 @@ def tune(
         device, root: where to train, and where the data are.
     """
     if epochs < 1 or epochs > recipe.epochs:
-        raise ValueError(f"epochs={epochs}: a trial is 1 to {recipe.epochs} epochs of this recipe")
+        raise ValueError(f"epochs={epochs}: a trial of this recipe may have 1 to {recipe.epochs} epochs")
     if not tolerance >= 0:
-        raise ValueError(f"tolerance={tolerance}: give the points of accuracy that may be lost, ≥ 0")
+        raise ValueError(f"tolerance={tolerance}: give how many points of accuracy may be lost, ≥ 0")
     recipe = replace(recipe, validation=recipe.validation or VALIDATION)
-    starts = [replace(recipe, optimizer="grda", c=C_START, mu=mu) for mu in mus]  # a bad μ is refused before any work
+    starts = [changed(recipe, optimizer="grda", c=C_START, mu=mu) for mu in mus]  # a bad μ is refused before any work
     baseline = _last(replace(recipe, optimizer="sgd"), epochs, device, root)
     if baseline is None:
         raise ValueError(f"SGD itself diverges at lr={recipe.lr}; tune the learning rate first (--lr)")
@@ -89,6 +89,7 @@ def choose(trials: Iterable[Trial]) -> Trial | None:
 def _last(recipe: Recipe, epochs: int, device: torch.device, root: Path | None) -> EpochRecord | None:
     """Return the record of the last of the first epochs of a run, or None if it diverged before."""
     parts = assemble(recipe, device=device, root=root)
+    check_fit(recipe, parts, device)
     execution = recipe.execution(device.type)
     assert parts.loaders.validation is not None
     records = train(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from dirprune.lab.models.resnet import resnet18, resnet50
@@ -29,6 +30,7 @@ _BUILDERS: dict[str, Callable[[int], nn.Module]] = {
     "vgg16": vgg16,
 }
 NAMES = (*_BUILDERS, "wrn28x10")
+_TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).parents[2]
 
 
 def build(name: str, classes: int) -> nn.Module:
@@ -59,6 +61,9 @@ def build(name: str, classes: int) -> nn.Module:
 def _build_own(spec: str, classes: int) -> nn.Module:
     """Import ``package.module:callable`` and call it."""
     module_name, _, attribute = spec.partition(":")
+    if module_name.endswith(".py"):
+        right = f"{module_name.removesuffix('.py').replace('/', '.')}:{attribute}"
+        raise ValueError(f"model={spec!r} names a file; write {right}, without .py")
     try:
         with _current_folder():
             module = importlib.import_module(module_name)
@@ -83,7 +88,20 @@ def _build_own(spec: str, classes: int) -> nn.Module:
         raise ValueError(
             f"model={spec!r} returned a value of type {type(model).__name__}; it must return a torch.nn.Module"
         )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"model={spec!r} has no parameter to train; give it layers with weights that are not frozen")
     return model
+
+
+@contextmanager
+def blamed(name: str, where: str = "") -> Iterator[None]:
+    """Raise what the code of a user's own network raises as an error that names it; of our own, as it is."""
+    try:
+        yield
+    except Exception as error:
+        if ":" not in name:
+            raise
+        raise _at_fault(name, error, where) from error
 
 
 @contextmanager
@@ -98,17 +116,18 @@ def _current_folder() -> Iterator[None]:
             del sys.path[len(sys.path) - 1 - sys.path[::-1].index(here)]
 
 
-def _at_fault(spec: str, error: Exception) -> ValueError:
-    """Return the error of a user's own code, with its place."""
+def _at_fault(spec: str, error: Exception, where: str = "") -> ValueError:
+    """Return the error of a user's own code, with its place there: not that in torch, which code of theirs called."""
     if isinstance(error, SyntaxError):
-        file, line = error.filename, error.lineno
+        what, places = error.msg, [(error.filename, error.lineno)]
     else:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        file, line = place.filename, place.lineno
-    what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
-    return ValueError(
-        f"model={spec!r} raised {what} ({file}, line {line}); DIRPRUNE_TRACEBACK=1 shows how it came there"
-    )
+        what = str(error).partition("\n")[0]
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [(f.filename, f.lineno) for f in frames if not Path(f.filename).is_relative_to(_TORCH)]
+        places = [place for place in places if not Path(place[0] or "").is_relative_to(_OURS)]
+    place = f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
+    words = " ".join(filter(None, [f"model={spec!r} raised {type(error).__name__}", where]))
+    return ValueError(f"{words}: {what}{place}; set DIRPRUNE_TRACEBACK=1 for the full traceback")
 
 
 def _class_argument(spec: str, make: Callable[..., Any], classes: int) -> dict[str, int]:

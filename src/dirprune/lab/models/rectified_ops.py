@@ -37,7 +37,7 @@ def _numbers(
     """Return mean, inverse deviation, scale, shift and unbiased variance of each channel of the total."""
     channels, pixels = a.shape[1], a.numel() // a.shape[1]
     if pixels < 2:
-        raise ValueError(f"a batch of {tuple(a.shape)} has one value a channel; BatchNorm needs two to train on")
+        raise ValueError(f"a batch of {tuple(a.shape)} has one value per channel; BatchNorm needs two to train on")
     plan = kernels.planned("moments" if b is None else "sum", a)
     sums = a.new_empty(2, plan.rows, channels, dtype=_wide(a))
     added = b is not None
