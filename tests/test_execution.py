@@ -18,7 +18,16 @@ from torch.optim import SGD, Optimizer
 from dirprune import GRDA, sparsity
 from dirprune.graphs import record, set_lr
 from dirprune.lab import data
-from dirprune.lab.execution import CapturedStep, Execution, PlainScoring, PlainStep, Tally, make_scoring, make_step
+from dirprune.lab.execution import (
+    CapturedStep,
+    Execution,
+    PlainScoring,
+    PlainStep,
+    Tally,
+    _Saved,
+    make_scoring,
+    make_step,
+)
 from dirprune.lab.models import wide_resnet
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.train import EpochRecord, evaluate, recalibrate_batchnorm, train
@@ -156,6 +165,24 @@ def test_a_learning_rate_in_a_tensor_keeps_its_tensor() -> None:
     assert optimizer.param_groups[0]["lr"] is rate
     assert rate.item() == 0.25
     assert optimizer.param_groups[1]["lr"] == 0.25
+
+
+def test_what_a_rehearsal_makes_is_put_back_too() -> None:
+    """Lean weights have their accumulators before the first step, but no momentum yet."""
+    model = nn.Linear(3, 2)
+    optimizer = GRDA(model.parameters(), lr=0.1, c=0.01, momentum=0.9)
+    for p in model.parameters():
+        optimizer.begin(p, optimizer.param_groups[0])
+    before = copy.deepcopy(model.state_dict())
+    saved = _Saved(model, optimizer)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    saved.restore()
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+        assert torch.equal(optimizer.state[p]["accumulator"], before[name])
+        assert float(optimizer.state[p]["step"]) == float(optimizer.state[p]["threshold"]) == 0
+        assert not optimizer.state[p]["momentum_buffer"].any()
 
 
 if torch.cuda.is_available():

@@ -520,6 +520,40 @@ def test_trying_the_network_out_changes_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), numbers)
 
 
+class Counting(nn.Module):
+    """A network that counts its passes, in training and in evaluation."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, num_classes)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        logits: torch.Tensor = self.layer(images.flatten(1))
+        return logits
+
+
+def test_trying_the_network_out_leaves_what_it_notes_in_evaluation() -> None:
+    recipe = replace(recipes.get("digits-short"), model="test_experiment:Counting")
+    parts = experiment.assemble(recipe, device=torch.device("cpu"), root=None)
+    experiment.check_fit(recipe, parts, torch.device("cpu"))
+    assert float(parts.model.passes) == 0
+
+
+@pytest.mark.parametrize("model", ["small", "test_experiment:Counting"])
+def test_a_device_that_is_full_is_not_blamed_on_the_network(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = replace(recipes.get("digits-short"), model=model)
+    parts = experiment.assemble(recipe, device=torch.device("cpu"), root=None)
+
+    def full(images: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(parts.model, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        experiment.check_fit(recipe, parts, torch.device("cpu"))
+
+
 def test_a_batch_of_more_than_all_is_told(tmp_path: Path) -> None:
     run = runs.create(tmp_path / "run", replace(SHORT, batch_size=2000, epochs=1))
     with pytest.warns(experiment.OneBatch, match="--batch-size 2000 is more than the 1,438 training examples"):

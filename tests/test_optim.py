@@ -971,6 +971,59 @@ def test_a_run_goes_on_bit_for_bit_whichever_is_loaded_first(optimizer_first: bo
     assert_same(params, whole)
 
 
+@pytest.mark.parametrize("by", ["deepcopy", "pickle", "begin", "load"])
+def test_weights_written_before_an_optimizer_first_steps_are_kept(by: str) -> None:
+    """Whatever brought its state about: a copy, a file, or its user."""
+    weight = nn.Parameter(torch.tensor([1.0, -1.0, 0.01]))
+    optimizer = GRDA([weight], lr=0.1, c=0.1, mu=0.6)
+    if by == "begin":
+        optimizer.begin(weight, optimizer.param_groups[0])
+    else:
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        if by == "load":
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        else:
+            optimizer = copy.deepcopy(optimizer) if by == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+            weight = optimizer.param_groups[0]["params"][0]
+    with torch.no_grad():
+        weight.fill_(0.3)
+    weight.grad = torch.zeros(3)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.3), rtol=0, atol=0.02)
+
+
+def test_good_weights_bring_a_run_back_from_nan() -> None:
+    params = parameters()
+    optimizer = GRDA(params, lr=0.1, c=0.5, mu=0.7)
+    drive(optimizer, params, range(5))
+    good = [p.detach().clone() for p in params]
+    assert any((p == 0).any() for p in good)
+    for p in params:
+        p.grad = torch.full_like(p, math.nan)
+    optimizer.step()
+    with torch.no_grad():
+        for p, weight in zip(params, good, strict=True):
+            p.copy_(weight)
+    drive(optimizer, params, range(5, 8))
+    assert all(p.isfinite().all() for p in params)
+
+
+def test_parameters_that_share_their_memory_or_left_their_group_hold_nothing_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flat = torch.randn(8)
+    one, other = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
+    optimizer = GRDA([{"params": [one]}, {"params": [other]}], lr=0.1, c=0.01)
+    drive(optimizer, [one, other], range(1))
+    calls: list[Tensor] = []
+    monkeypatch.setattr("dirprune.optim.adopt_weights", lambda p, _: calls.append(p))
+    drive(optimizer, [one, other], range(1, 4))
+    assert calls == []
+    optimizer.param_groups[0]["params"] = []
+    drive(optimizer, [other], range(4, 5))
+
+
 def test_weights_loaded_after_a_state_was_asked_for_are_kept() -> None:
     """To know the form of a state, torch's distributed checkpoints take a step at a rate of zero."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -1002,11 +1055,15 @@ def test_a_parameter_that_was_resized_is_refused(path: dict[str, Any]) -> None:
     optimizer = GRDA([weight], lr=0.1, **path)
     weight.grad = torch.ones(6, 3)
     optimizer.step()
+    before = optimizer.state[weight]["accumulator"].clone()
     weight.data = weight.data[:1]
     weight.grad = torch.ones(1, 3)
-    with pytest.raises(RuntimeError, match=r"shape \(1, 3\) had the shape \(6, 3\).*new optimizer"):
-        optimizer.step()
+    for write in (lambda: None, lambda: nn.init.ones_(weight)):
+        write()
+        with pytest.raises(RuntimeError, match=r"shape \(1, 3\) had the shape \(6, 3\).*new optimizer"):
+            optimizer.step()
     assert weight.shape == (1, 3)
+    assert torch.equal(optimizer.state[weight]["accumulator"], before)
 
 
 def test_what_wrappers_keep_in_a_state_is_left_alone() -> None:
@@ -1015,6 +1072,9 @@ def test_what_wrappers_keep_in_a_state_is_left_alone() -> None:
     optimizer.state[params[0]]["z"] = torch.arange(3.0)  # before the first step, as some wrappers do
     drive(optimizer, params, range(2))
     second.load_state_dict(optimizer.state_dict())
+    with torch.no_grad():
+        for p, q in zip(params, others, strict=True):
+            q.copy_(p)
     assert torch.equal(second.state[others[0]]["z"], torch.arange(3.0))
     drive(optimizer, params, range(2, 4))
     drive(second, others, range(2, 4))

@@ -208,6 +208,7 @@ def test_environment_says_what_ran_where(run: Run, monkeypatch: pytest.MonkeyPat
     assert run.sessions() == []
     assert run.last_root() is None
     monkeypatch.setattr(sys, "argv", ["/usr/bin/dirprune", "train", "digits", "--out", "my run"])
+    (tmp_path / "data").mkdir()
     run.note_session(CPU, world_size=1, root=tmp_path / "sets" / ".." / "data", examples=7)
     assert run.last_root() == tmp_path.resolve() / "data"
     monkeypatch.setattr(sys, "argv", ["/usr/bin/dirprune", "resume", "my run"])
@@ -231,8 +232,9 @@ def test_the_folder_of_the_data_is_noted_wherever_it_was_named(tmp_path: Path, m
     run = runs.create(tmp_path / "run", recipes.get("vgg16-cifar10"))
     monkeypatch.setenv("DIRPRUNE_DATA", str(tmp_path / "data"))
     run.note_session(CPU, world_size=1, root=None, examples=7)
-    assert run.last_root() is None  # what the environment says now is worth more
-    monkeypatch.delenv("DIRPRUNE_DATA")
+    assert run.last_root() is None  # it is not there
+    (tmp_path / "data").mkdir()
+    monkeypatch.setenv("DIRPRUNE_DATA", str(tmp_path))  # a run does not go on with other data unasked
     assert run.last_root() == tmp_path / "data"
 
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dirprune.state import check_shapes
+from dirprune.state import check_devices, check_shapes
 
 CHUNK = 8192
 """Elements that one program takes: enough to make up for reading where they lie and computing the threshold."""
@@ -264,7 +264,7 @@ class Launcher:
             rows = []
             for i in members:
                 v, buffer, step, threshold = held = [tensors[i] for tensors in state]
-                _check_device(device, grads[i], *held)
+                check_devices(params[i], grads[i], *held)
                 w, g = (
                     t if _same_layout(t, v) else torch.empty_like(v, dtype=t.dtype).copy_(t)
                     for t in (params[i], grads[i])
@@ -336,16 +336,6 @@ def _whereabouts(per_element: Sequence[Sequence[Tensor]], scalars: Sequence[Sequ
         yield list(map(_DTYPE, tensors))
     for numbers in scalars:  # held while their addresses are in use, so that identity is enough
         yield list(map(id, numbers))
-
-
-def _check_device(device: torch.device, *tensors: Tensor) -> None:
-    """Raise unless all lie there: an address of another memory would be read as one of this."""
-    for tensor in tensors:
-        if tensor.device != device:
-            raise RuntimeError(
-                f"a parameter is on {device}, and its gradient or a part of its state on {tensor.device}; move the "
-                "model first, then load the state by load_state_dict, which puts it in its place"
-            )
 
 
 def _stream(device: torch.device) -> int:

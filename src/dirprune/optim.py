@@ -7,7 +7,7 @@ The mathematics is in `dirprune.update`; the class here follows the conventions 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import attrgetter
 from typing import Any, overload
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from dirprune.options import MACHINE, MATHEMATICS, check_options, number, place_lr, set_lrs
-from dirprune.state import adopt_weights, check_shapes, check_state, first_state, place_states, put_state
+from dirprune.state import adopt_weights, check_shapes, check_state, first_state, local, place_states, put_state
 from dirprune.update import grda
 
 _PLAIN = {Tensor, nn.Parameter}
@@ -90,7 +90,7 @@ class GRDA(Optimizer):
         }
         check_options(defaults)
         self._launchers: dict[tuple[int, torch.device], Any] = {}
-        self._versions: dict[int, list[int]] = {}
+        self._versions: list[list[int]] = []
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ class GRDA(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._versions = {}
+        self._versions = []
         self.__dict__.setdefault("_launchers", {})  # a load keeps them: captured graphs read their tables
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -132,8 +132,6 @@ class GRDA(Optimizer):
             set_lrs(self.param_groups, rates)
             for p, state in placed.items():
                 put_state(self.state[p], before.get(p, {}), state)
-            for index, group in enumerate(self.param_groups):
-                self._versions[index] = _versions(group)
 
         # torch casts every state tensor to its parameter's dtype. These two undo that: the first as the last hook
         # before loading, so that it sees what others made of the state; the second as the first one after it.
@@ -194,7 +192,7 @@ class GRDA(Optimizer):
             torch.autograd.graph.increment_version(params)  # whose shards are written behind autograd's back
             grads[:] = map(_laid_out, grads, params)
             for tensors in (params, grads, accumulators, buffers):
-                tensors[:] = map(_local, tensors)
+                tensors[:] = map(local, tensors)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -209,8 +207,8 @@ class GRDA(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._adopt()
         for index, group in enumerate(self.param_groups):
-            self._adopt(index, group)
             params: list[Tensor] = []
             grads: list[Tensor] = []
             accumulators: list[Tensor] = []
@@ -221,20 +219,25 @@ class GRDA(Optimizer):
             lists = (params, grads, accumulators, buffers, steps, thresholds)
             for on_one_device in _by_device(lists):
                 self._update(index, group, *on_one_device)
-            if not torch.compiler.is_compiling():
-                self._versions[index] = _versions(group)
+        if not torch.compiler.is_compiling():
+            self._versions = [_versions(group) for group in self.param_groups]
         return loss
 
-    def _adopt(self, index: int, group: dict[str, Any]) -> None:
-        """Let the accumulators follow what others wrote to the parameters since the last step."""
-        if torch.compiler.is_compiling() or index not in self._versions:
+    def _adopt(self) -> None:
+        """Let the accumulators follow what others wrote to the parameters since the last step.
+
+        Where nothing is known of that step, as after loading a state, all of them are compared with their weights.
+        """
+        if torch.compiler.is_compiling():
             return
-        before, now = self._versions[index], _versions(group)
-        if before == now or _is_capturing(group["params"][0]):
-            return
-        for p, old, new in zip(group["params"], before, now, strict=False):
-            if old != new and "accumulator" in self.state[p]:
-                adopt_weights(p, self.state[p])
+        for index, group in enumerate(self.param_groups):
+            params, now = group["params"], _versions(group)
+            before = self._versions[index] if index < len(self._versions) else []
+            if before == now or any(map(_is_capturing, params)):
+                continue
+            for p, old, new in zip_longest(params, before[: len(params)], now):
+                if old != new and "accumulator" in self.state.get(p, ()):
+                    adopt_weights(p, self.state[p])
 
     def _update(self, index: int, group: dict[str, Any], params: list[Tensor], *lists: list[Tensor]) -> None:
         """Step the parameters of a group that lie on one device."""
@@ -319,13 +322,6 @@ def _fused_obstacle(params: Iterable[Tensor]) -> str | None:
     return _fused.obstacle(params)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a DTensor: the step is elementwise, so each process takes it on what it holds."""
-    # By its method and not its class, whose import loads much that a plain training script does not need.
-    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return shard
-
-
 def _laid_out(grad: Any, p: Tensor) -> Tensor:
     """Return a gradient, if it is a DTensor with the placements of its parameter."""
     if hasattr(grad, "placements") and grad.placements != p.placements:  # type: ignore[attr-defined]
@@ -347,6 +343,6 @@ def _check_parameters(group: dict[str, Any]) -> None:
                 f"params: parameter {index} is stored as {p.layout}, and pruned weights are zeros of a dense tensor; "
                 "give parameter.to_dense()"
             )
-    obstacle = _fused_obstacle([_local(p) for p in group["params"]]) if group["fused"] else None
+    obstacle = _fused_obstacle([local(p) for p in group["params"]]) if group["fused"] else None
     if obstacle:
         raise ValueError(f"fused=True cannot run here: {obstacle}; use fused=None to take the fastest path that can")

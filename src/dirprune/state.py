@@ -136,18 +136,37 @@ def check_shapes(params: Sequence[Tensor], accumulators: Sequence[Tensor]) -> No
         )
 
 
+def check_devices(p: Tensor, *others: Tensor) -> None:
+    """Raise unless gradient and state lie where their parameter does: a kernel would misread their addresses."""
+    for tensor in others:
+        if tensor.device != p.device:
+            raise RuntimeError(
+                f"a parameter is on {p.device}, and its gradient or a part of its state on {tensor.device}; move the "
+                "model first, then load the state by load_state_dict, which puts it in its place"
+            )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a DTensor: a step is elementwise, so each process takes it on what it holds."""
+    # By its method and not its class, whose import loads much that a plain training script does not need.
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard
+
+
 @torch.no_grad()
 def adopt_weights(p: Tensor, state: dict[str, Any]) -> None:
     """Move the accumulator to the nearest one that gives the weights that p has now.
 
         v ← argmin |u − v| over the u with sign(u)·max(|u| − τ, 0) = w
 
-    which is w + sign(w)·τ where w ≠ 0, v cut to ±τ where w = 0, and v itself where it gives w already, after rounding
-    to the precision of the weights. Nothing waits for the device.
+    which is w + sign(w)·τ where w ≠ 0, v cut to ±τ where w = 0 (0 if v is no number), and v itself where it gives w
+    already, after rounding to the precision of the weights.
     """
-    w, v = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (p, state["accumulator"]))
+    w, v = local(p), local(state["accumulator"])
+    check_shapes([w], [v])
+    check_devices(w, v)
     tau = state["threshold"].to(v)
     inside = v.clamp(-tau, tau)
     wide = w.to(v.dtype)
-    nearest = torch.where(wide == 0, inside, wide + wide.sign() * tau)
+    nearest = torch.where(wide == 0, inside.nan_to_num(nan=0.0), wide + wide.sign() * tau)
     v.copy_(torch.where((v - inside).to(w.dtype) == w, v, nearest))

@@ -245,8 +245,9 @@ class _Saved:
             for key, value in state.items():
                 if not isinstance(value, Tensor):
                     continue
-                if p in self._states:
-                    value.copy_(self._states[p][key])
+                saved = self._states.get(p, {})
+                if key in saved:
+                    value.copy_(saved[key])
                 elif key == "accumulator":  # state that the rehearsal made: an accumulator starts at the weights
                     value.copy_(p)
                 else:

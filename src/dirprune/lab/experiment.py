@@ -311,12 +311,12 @@ def check_fit(recipe: Recipe, parts: Parts, device: torch.device) -> None:
     model = parts.model
     inputs = torch.zeros(2, *parts.loaders.shape, device=device)  # their shape is known: no reader need be started
     execution = recipe.execution(device.type)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(recipe.seed, device):
-        with torch.no_grad(), eval_mode(model):
-            _logits(recipe, parts, inputs, execution)
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        model.train()
         try:
+            with torch.no_grad(), eval_mode(model):
+                _logits(recipe, parts, inputs, execution)
+            model.train()
             logits = _logits(recipe, parts, inputs, execution)
             with models.blamed(recipe.model):
                 logits.float().logsumexp(1).sum().backward()  # type: ignore[no-untyped-call]
@@ -339,6 +339,8 @@ def _logits(recipe: Recipe, parts: Parts, inputs: Tensor, execution: Execution) 
             execution.autocast(inputs.device),
         ):
             outputs = parts.model(inputs.to(memory_format=execution.memory_format))
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:  # of a network of ours
         raise ValueError(f"{what}: {str(error).splitlines()[0]}; choose another --model or recipe") from error
     if not isinstance(outputs, Tensor):

@@ -159,11 +159,9 @@ class Run:
         return "; ".join(dict.fromkeys(str(session[key]) for session in self.sessions() if key in session))
 
     def last_root(self) -> Path | None:
-        """Return where the last session found its data; None where that is not noted, or $DIRPRUNE_DATA says it now."""
-        if os.environ.get("DIRPRUNE_DATA"):
-            return None
-        sessions = self.sessions()
-        return Path(sessions[-1]["data"]) if sessions and sessions[-1].get("data") else None
+        """Return where the last session found its data; None where that is not noted, or no longer there."""
+        noted = next((Path(session["data"]) for session in self.sessions()[-1:] if session.get("data")), None)
+        return noted if noted and noted.is_dir() else None
 
     def note_session(self, device: torch.device, world_size: int, root: Path | None, examples: int) -> None:
         """Add this session to environment.json: also where the data were, and how many examples it trained on."""

@@ -99,7 +99,7 @@ def blamed(name: str, where: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if ":" not in name:
+        if ":" not in name or isinstance(error, torch.OutOfMemoryError):
             raise
         raise _at_fault(name, error, where) from error
 
