@@ -209,7 +209,7 @@ def test_the_command_for_machines_trains_what_was_chosen(tuned: list[str]) -> No
     assert call(*words, "--epochs", 1, "--out", "run").exit_code == 0
     run = runs.load(Path("run"))
     assert (run.recipe.c, run.recipe.mu, run.recipe.seed, run.recipe.batch_size) == (2e-4, 0.6, 3, 256)
-    assert run.last_root() == Path("my data").resolve()
+    assert run.sessions()[-1]["data"] == str(Path("my data").resolve())
 
 
 def test_the_command_at_a_terminal_shows_every_trial(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
