@@ -118,6 +118,7 @@ def demo(
         cells = found.cells
         rows = [(name, *(row[c] for c in columns.values())) for name, row in zip(labels, cells, strict=True)]
         show("The same network, weights and minibatches", ("", *columns), rows)
+        say("One run each, 359 test images: a difference of less than a point may be chance.")
         print(f"\nWhat gRDA left of each layer:\n\n{layerwise(runs.load(folder / 'grda'))[1]}")
         print(f"\nFigure (accuracy and sparsity over training): {figure}")
         print("In your own script:")
