@@ -13,8 +13,8 @@ MODULES = sorted(path.relative_to(SOURCE).with_suffix("") for path in SOURCE.rgl
 # What each module of the library may import of the library; a module that is not listed may import none of it.
 LIBRARY = {
     "state": {"options"},
-    "_fused": {"state"},
-    "optim": {"options", "state", "update", "_fused"},
+    "_fused": {"graphs", "state"},
+    "optim": {"graphs", "options", "state", "update", "_fused"},
     "batchnorm": {"batches"},
     "lanczos": {"basis", "operators"},
     "curvature": {"batches", "lanczos", "modes", "operators", "products", "weights"},

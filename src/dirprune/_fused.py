@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dirprune.graphs import is_capturing
 from dirprune.state import check_devices, check_shapes
 
 CHUNK = 8192
@@ -234,7 +235,7 @@ class Launcher:
             self._launches, moved = self._plan(params, grads, state, scalars, lr, flags)
             self._signature = None if moved else signature
             self._held = (*map(list, state), lr)  # an address means the same tensor only as long as that one lives
-        if _is_capturing(device):
+        if is_capturing(device):
             self._captured.append((self._launches, self._held))  # what the graph reads must live as long as it may
         for arguments, kinds in self._launches:
             grid = (arguments[1].numel(),)
@@ -306,7 +307,7 @@ class Launcher:
         if device.type != "cuda":
             return host
         spares = self._spare.setdefault(len(cells), [])
-        if not _is_capturing(device):
+        if not is_capturing(device):
             self._aside = self._aside or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             while len(spares) < _SPARES:  # memory for captures, which may not allocate it
                 echo = torch.zeros_like(host, pin_memory=True)
@@ -343,12 +344,8 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _refuse_capture(device: torch.device) -> None:
-    if _is_capturing(device):
+    if is_capturing(device):
         raise RuntimeError("take an optimizer step on the same parameters outside the CUDA graph before each capture")
 
 

@@ -14,6 +14,11 @@ T = TypeVar("T")
 _REHEARSALS = 3
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on a device now goes into a graph, and is not run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def record(
     work: Callable[[], T],
     *,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from dirprune.graphs import is_capturing
 from dirprune.options import MACHINE, MATHEMATICS, check_options, number, place_lr, set_lrs
 from dirprune.state import adopt_weights, check_shapes, check_state, first_state, local, place_states, put_state
 from dirprune.update import grda
@@ -233,7 +234,7 @@ class GRDA(Optimizer):
         for index, group in enumerate(self.param_groups):
             params, now = group["params"], _versions(group)
             before = self._versions[index] if index < len(self._versions) else []
-            if before == now or any(map(_is_capturing, params)):
+            if before == now or any(is_capturing(p.device) for p in params):
                 continue
             for p, old, new in zip_longest(params, before[: len(params)], now):
                 if old != new and "accumulator" in self.state.get(p, ()):
@@ -279,13 +280,9 @@ def _versions(group: dict[str, Any]) -> list[int]:
     return list(map(_VERSION, group["params"]))
 
 
-def _is_capturing(p: Tensor) -> bool:
-    return p.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def _refuse_capture(group: dict[str, Any], p: Tensor) -> None:
     """Raise if a CUDA graph would freeze the rate and the threshold."""
-    if not group["capturable"] and _is_capturing(p):
+    if not group["capturable"] and is_capturing(p.device):
         raise RuntimeError(
             "a CUDA graph of this step would repeat one learning rate and one threshold for ever; make the optimizer "
             "with capturable=True"

@@ -138,10 +138,11 @@ def check_shapes(params: Sequence[Tensor], accumulators: Sequence[Tensor]) -> No
 
 def check_devices(p: Tensor, *others: Tensor) -> None:
     """Raise unless gradient and state lie where their parameter does: a kernel would misread their addresses."""
+    device = p.device
     for tensor in others:
-        if tensor.device != p.device:
+        if tensor.device != device:
             raise RuntimeError(
-                f"a parameter is on {p.device}, and its gradient or a part of its state on {tensor.device}; move the "
+                f"a parameter is on {device}, and its gradient or a part of its state on {tensor.device}; move the "
                 "model first, then load the state by load_state_dict, which puts it in its place"
             )
 

@@ -153,8 +153,8 @@ class RankRow:
             str(self.rank or "–"),
             known_as(self.method).title,
             self.source,
-            _with_margin(f"{self.test_accuracy:.2f}", self.test_accuracy_std),
-            "" if math.isnan(self.gap) else _with_margin(f"{round(self.gap, 2) + 0.0:+.2f}", self.gap_margin),
+            _spread(self.test_accuracy, self.test_accuracy_std).text(2),
+            "" if math.isnan(self.gap) else _spread(self.gap, self.gap_margin).text(2, signed=True),
             str(self.seeds),
             duration(self.seconds),
             "–" if math.isnan(self.peak_memory_mib) else f"{self.peak_memory_mib:.0f}",
@@ -299,8 +299,8 @@ def notes(found: Sequence[Ended]) -> list[str]:
     ]
 
 
-def _with_margin(mean: str, margin: float) -> str:
-    return mean if math.isnan(margin) else f"{mean} ± {margin:.2f}"
+def _spread(mean: float, half: float) -> Spread:
+    return Spread(mean, None if math.isnan(half) else half)
 
 
 def _both(spread: Spread) -> tuple[float, float]:

@@ -50,9 +50,9 @@ class Spread:
             return Spread(mean, None)
         return Spread(mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1)))
 
-    def text(self, digits: int, scale: float = 1.0) -> str:
-        """Return "98.61 ± 0.48", or "98.61" for one seed."""
-        mean = f"{scale * self.mean:.{digits}f}"
+    def text(self, digits: int, scale: float = 1.0, *, signed: bool = False) -> str:
+        """Return "98.61 ± 0.48", or "98.61" for one seed; of a difference, with its sign."""
+        mean = f"{round(scale * self.mean, digits) + 0.0:{'+' if signed else ''}.{digits}f}"  # and no −0.00
         return mean if self.std is None else f"{mean} ± {scale * self.std:.{digits}f}"
 
 

@@ -160,8 +160,9 @@ class Run:
 
     def last_root(self) -> Path | None:
         """Return where the last session found its data; None where that is not noted, or no longer there."""
-        noted = next((Path(session["data"]) for session in self.sessions()[-1:] if session.get("data")), None)
-        return noted if noted and noted.is_dir() else None
+        sessions = self.sessions()
+        noted = sessions[-1].get("data") if sessions else None
+        return Path(noted) if noted and Path(noted).is_dir() else None
 
     def note_session(self, device: torch.device, world_size: int, root: Path | None, examples: int) -> None:
         """Add this session to environment.json: also where the data were, and how many examples it trained on."""
