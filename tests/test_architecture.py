@@ -21,7 +21,7 @@ LIBRARY = {
     "products": {"batches", "weights"},
     "direction": {"basis", "lanczos", "operators", "weights"},
     "landscape": {"batches", "batchnorm", "graphs", "weights"},
-    "connect": {"batches", "batchnorm", "graphs", "landscape", "modes", "weights"},
+    "connect": {"batches", "batchnorm", "graphs", "landscape", "modes", "options", "weights"},
     "theory": {"curvature", "direction", "operators", "weights"},
     "limit_law": {"theory"},
 }

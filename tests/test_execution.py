@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, interpolate
 from torch.optim import SGD, Optimizer
 
 from dirprune import GRDA, sparsity
-from dirprune.graphs import record, set_lr
+from dirprune.graphs import record
 from dirprune.lab import data
 from dirprune.lab.execution import (
     CapturedStep,
@@ -31,6 +31,7 @@ from dirprune.lab.execution import (
 from dirprune.lab.models import wide_resnet
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.train import EpochRecord, evaluate, recalibrate_batchnorm, train
+from dirprune.options import set_lr
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,6 @@ LIMIT = LimitRow(0.03, 4.0, 100, 0.2, 0.3, 0.1, 0.15)
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Learning rates that take a second, not a minute."""
     monkeypatch.setattr(theory_report, "GAMMAS", (0.1, 0.03))
-    monkeypatch.setattr(theory_report, "NETWORK_GAMMAS", (0.1,))
     monkeypatch.setattr(theory_report, "LIMIT_GAMMAS", (0.03, 0.02))
     monkeypatch.setattr(theory_report, "PATH_GAMMA", 0.02)
     monkeypatch.setattr(theory_report, "tiny_network", partial(tiny_network, settle=100))
@@ -39,6 +38,7 @@ def test_report_yields_all_parts_and_writes_what_it_yielded(tmp_path: Path) -> N
         ("limit law", 0.03),
         ("limit law", 0.02),
         ("network", 0.1),
+        ("network", 0.03),
     ]
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {"theory-theorem.png", "theory-limit.png"}
     lines = read_rows(tmp_path / "theory.csv", Value)

@@ -24,9 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dirprune.batches import Batch, Loss, examples_in, mean_loss, moved, pairs, refuse_iterator
 from dirprune.batchnorm import lacks_variance
-from dirprune.graphs import Captured, precision, set_lr
+from dirprune.graphs import Captured, precision
 from dirprune.landscape import Evaluator, Loaders, Measurement, check_loaders, means, profile_points, tally
 from dirprune.modes import seeded
+from dirprune.options import set_lr
 from dirprune.weights import Weights, check_alike, check_fits, check_named, flatten, stateless, unflatten
 
 
@@ -224,7 +225,7 @@ class _CapturedFitStep(_FitStep):
 
     def __init__(self, model: nn.Module, curve: BezierCurve, optimizer: torch.optim.Optimizer, *options: Any) -> None:
         super().__init__(model, curve, optimizer, *options)
-        device = curve.bends[0].device
+        device = self._device
         if device.type != "cuda":
             raise ValueError(f"capture is True but the curve is on {device}; move its endpoints to a CUDA device")
         for group in optimizer.param_groups:

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dirprune.basis import inner
+from dirprune.basis import inner, length
 from dirprune.lanczos import Eigenpairs
 from dirprune.operators import SymmetricOperator, dense
 from dirprune.weights import Weights, check_alike, check_named, flatten, unflatten
@@ -181,11 +181,11 @@ def eigenspace_share(difference: Tensor | Weights, eigenvectors: Tensor | Eigenp
         difference = flatten(_in_order(difference, eigenvectors, "difference"))
     delta = _flat(difference, "difference").detach()
     q = _orthonormal(eigenvectors, delta, "difference")
-    length = float(inner(delta.unsqueeze(0), delta).sqrt())
-    if not (length > 0 and math.isfinite(length)):
-        raise ValueError(f"difference has length {length}; its direction is not defined")
+    whole = length(delta)
+    if not (whole > 0 and math.isfinite(whole)):
+        raise ValueError(f"difference has length {whole}; its direction is not defined")
     inside = float(inner(q.T, delta).norm())
-    return EigenspaceShare(inside / length, math.sqrt(q.shape[1] / delta.numel()))
+    return EigenspaceShare(inside / whole, math.sqrt(q.shape[1] / delta.numel()))
 
 
 def _flat(vector: Tensor, name: str) -> Tensor:

@@ -109,15 +109,6 @@ def precision(device: torch.device, autocast: torch.dtype | None) -> torch.autoc
     return torch.autocast(device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group; one that lives in a tensor keeps its tensor, which a graph may read."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
-
-
 @cache
 def _aside(device: int) -> torch.cuda.Stream:
     """Return the stream that rehearsals run on: one for all, for cuBLAS keeps a workspace for every stream it sees."""

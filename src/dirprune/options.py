@@ -1,4 +1,4 @@
-"""The options of gRDA: what may be given, and where a learning rate lives."""
+"""The options of gRDA: what may be given; and where a learning rate lives, whatever the optimizer."""
 
 from __future__ import annotations
 
@@ -57,6 +57,11 @@ def place_lr(group: dict[str, Any]) -> None:
         dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
         device = group["params"][0].device
         group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)  # the caller's own, if it can be
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every group."""
+    set_lrs(optimizer.param_groups, [lr] * len(optimizer.param_groups))
 
 
 def set_lrs(groups: list[dict[str, Any]], rates: list[float]) -> None:

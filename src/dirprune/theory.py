@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -82,11 +83,7 @@ def least_squares(
     >>> least_squares(2, dimension=10, examples=4).features.shape
     torch.Size([2, 4, 10])
     """
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     rank = dimension if rank is None else rank
     features = normal(problems, examples, rank) * math.sqrt(10 / rank)
     if rank < dimension:
@@ -157,11 +154,7 @@ def tiny_network(
             signs that have settled; with 0 the start is the random network, and the distance to Definition 1 stays
             where the signs that change during training leave it.
     """
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     x, y = normal(problems, examples, inputs), normal(problems, examples)
     first, second = normal(problems, hidden * (inputs + 1)), normal(problems, hidden + 1)
     w = torch.cat([first / math.sqrt(inputs), second / math.sqrt(hidden)], dim=-1)

@@ -267,9 +267,7 @@ def _write(path: Path, content: bytes | memoryview) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the renames in ``folder`` durable, on systems where a folder can be opened."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
+    """Make the renames in ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -19,10 +19,9 @@ from pathlib import Path
 
 from dirprune.lab import comparison_plots, plots, recipes, runs
 from dirprune.lab.comparison_plots import layer_bars
-from dirprune.lab.experiment import FREE_TO_CHANGE
 from dirprune.lab.ledger import departures
 from dirprune.lab.ranking import Point, paired_gap, rank
-from dirprune.lab.recipes import Recipe
+from dirprune.lab.recipes import FREE_TO_CHANGE, Recipe
 from dirprune.lab.report import Spread, duration
 from dirprune.lab.runs import Outcome, Run
 from dirprune.lab.tables import read_rows, write_rows

@@ -165,10 +165,6 @@ class _Job:
         self.execution = recipe.execution(self.device.type)
 
     @property
-    def captured(self) -> bool:
-        return self.execution.capture and self.device.type == "cuda"
-
-    @property
     def autocast(self) -> torch.dtype | None:
         return torch.bfloat16 if self.execution.precision == "bfloat16" else None
 
@@ -190,7 +186,7 @@ class _Job:
             autocast=self.autocast,
             channels_last=self.execution.channels_last,
             compiled=self.execution.compile,
-            capture=self.captured,
+            capture=self.execution.captures(self.device),
         )
 
 
@@ -283,7 +279,7 @@ def _fit(job: _Job) -> Iterator[Step]:
         autocast=job.autocast,
         channels_last=job.execution.channels_last,
         compiled=job.execution.compile,
-        capture=job.captured,
+        capture=job.execution.captures(job.device),
     )
     saved, saved_at = done, time.monotonic()
     try:

@@ -70,6 +70,10 @@ class Execution:
             return nullcontext()
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
+    def captures(self, device: torch.device) -> bool:
+        """Whether steps on this device are recorded as CUDA graphs, by one process."""
+        return self.capture and device.type == "cuda"
+
     @property
     def memory_format(self) -> torch.memory_format:
         return torch.channels_last if self.channels_last else torch.contiguous_format
@@ -257,7 +261,7 @@ class _Saved:
 def make_scoring(model: nn.Module, parallel: nn.Module, execution: Execution, device: torch.device) -> Scoring:
     """Return how batches are scored under this execution; ``parallel`` is the model, or DDP around it."""
     scoring = PlainScoring(execution.compiled(model), execution)
-    return Captured(scoring) if _captures(model, parallel, execution, device) else scoring
+    return Captured(scoring) if parallel is model and execution.captures(device) else scoring
 
 
 def make_step(
@@ -274,12 +278,8 @@ def make_step(
     with torch.no_grad():
         if penalty() is not None:  # many small operations for every layer
             penalty = execution.compiled(penalty)
-    if _captures(model, parallel, execution, example.device):
+    if parallel is model and execution.captures(example.device):
         captured = CapturedStep(model, optimizer, tally, execution, penalty)
         captured.prepare(example, sizes)
         return captured
     return PlainStep(execution.compiled(parallel), optimizer, tally, execution, penalty)
-
-
-def _captures(model: nn.Module, parallel: nn.Module, execution: Execution, device: torch.device) -> bool:
-    return execution.capture and device.type == "cuda" and parallel is model

@@ -20,25 +20,17 @@ from dirprune.lab import baselines, checkpoint, data, models
 from dirprune.lab.baselines import Method
 from dirprune.lab.execution import Execution
 from dirprune.lab.files import as_read
-from dirprune.lab.loader import CIFAR_STATISTICS, IMAGENET_STATISTICS, Loader
+from dirprune.lab.loader import STATISTICS, Loader
 from dirprune.lab.processes import Process
-from dirprune.lab.recipes import Recipe, differing
+from dirprune.lab.recipes import FREE_TO_CHANGE, Recipe, differing
 from dirprune.lab.reward import Reward
 from dirprune.lab.runs import Outcome, Run
 from dirprune.lab.train import Divergence, EpochRecord, train
 from dirprune.modes import eval_mode, seeded
+from dirprune.options import MACHINE
 
 SAVE_SECONDS = 60.0
 """Without another wish, a checkpoint is written when the last one is this old."""
-
-_MACHINE = ("lr", "foreach", "fused", "capturable")
-"""Options of an optimizer that say how a machine computes; `train` sets the value of lr at its first step."""
-
-_STATISTICS = {"": None, "cifar": CIFAR_STATISTICS, "imagenet": IMAGENET_STATISTICS}
-
-
-FREE_TO_CHANGE = {"about", "keep", "published", "cpu", "cuda"}
-"""Fields of a recipe that may change between two sessions of a run: none of its numbers depends on them."""
 
 
 class LostRecords(UserWarning):
@@ -83,7 +75,7 @@ def load_data(
         root=root,
         device=device,
         validation=recipe.validation,
-        normalization=_STATISTICS[recipe.statistics],
+        normalization=STATISTICS.get(recipe.statistics),
         augment=recipe.augment,
         rank=process.rank,
         world_size=process.world_size,
@@ -92,7 +84,7 @@ def load_data(
 
 def make_optimizer(recipe: Recipe, model: nn.Module, device: torch.device) -> Optimizer:
     """Return the recipe's optimizer; where steps are captured, its learning rate lives on the device."""
-    captured = recipe.execution(device.type).capture and device.type == "cuda"
+    captured = recipe.execution(device.type).captures(device)
     if recipe.optimizer == "sgd":
         return SGD(
             model.parameters(),
@@ -138,8 +130,11 @@ def make_method(recipe: Recipe, reward: Callable[[nn.Module], float]) -> Method:
 
 
 def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a saved state; where the learning rate lives and which kernels run stay this machine's own."""
-    own = [{key: group[key] for key in _MACHINE if key in group} for group in optimizer.param_groups]
+    """Load a saved state; where the learning rate lives and which kernels run stay this machine's own.
+
+    `train` sets the value of the rate at its first step.
+    """
+    own = [{key: group[key] for key in ("lr", *MACHINE) if key in group} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, values in zip(optimizer.param_groups, own, strict=True):
         group.update(values)

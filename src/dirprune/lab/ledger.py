@@ -13,13 +13,12 @@ from typing import Any
 
 from dirprune.lab import recipes, runs
 from dirprune.lab.data import WHOLE
-from dirprune.lab.recipes import Recipe
+from dirprune.lab.recipes import FREE_TO_CHANGE, Recipe
 from dirprune.lab.tables import read_rows, write_rows
 from dirprune.lab.train import EpochRecord
 
-# What a run may choose and still follow its recipe: the axes of the published tables, how the arithmetic is done, and
-# what no number depends on.
-CHOICES = {"name", "about", "optimizer", "c", "mu", "seed", "keep", "published", "cpu", "cuda"}
+CHOICES = {"name", "optimizer", "c", "mu", "seed"} | FREE_TO_CHANGE
+"""What a run may choose and still follow its recipe: the axes of the published tables, and what is free anyway."""
 
 
 @dataclass(frozen=True)

@@ -119,3 +119,6 @@ IMAGENET_STATISTICS = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 CIFAR_STATISTICS = Normalization((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 """The statistics of the published WRN28x10 runs, CIFAR-10 and CIFAR-100."""
+
+STATISTICS = {"cifar": CIFAR_STATISTICS, "imagenet": IMAGENET_STATISTICS}
+"""By the names that recipes call them."""

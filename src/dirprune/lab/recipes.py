@@ -11,13 +11,15 @@ from typing import Any
 
 from dirprune.lab import baselines
 from dirprune.lab.execution import Execution
+from dirprune.lab.loader import STATISTICS
 from dirprune.lab.names import unknown
 from dirprune.lab.schedules import Schedule
 
 OPTIMIZERS = ("grda", "sgd")
-STATISTICS = ("", "cifar", "imagenet")
 FAST = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True, lean=True)
 
+FREE_TO_CHANGE = {"about", "keep", "published", "cpu", "cuda"}
+"""Fields that may change between two sessions of a run: how the arithmetic is done, and what no number depends on."""
 
 Option = float | str
 """The value of an option of a method: what JSON keeps as it is."""
@@ -84,7 +86,7 @@ class Recipe:
             (0 <= self.validation < 1, "validation", "give the fraction to hold out, in [0, 1)"),
             (0 <= self.seed < 2**63, "seed", "give a number from 0 to 2^63 − 1"),
             (all(epoch >= 0 for epoch in self.keep), "keep", "epochs are numbered from 0, the initial weights"),
-            (self.statistics in STATISTICS, "statistics", f"take one of {', '.join(STATISTICS[1:])}, or none"),
+            (self.statistics in ("", *STATISTICS), "statistics", f"take one of {', '.join(STATISTICS)}, or none"),
         ]
         for good, name, remedy in checks:
             if not good:

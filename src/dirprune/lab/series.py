@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from dirprune.lab import checkpoint, runs
-from dirprune.lab.experiment import FREE_TO_CHANGE, Diverged, conduct
-from dirprune.lab.recipes import Recipe, differing
+from dirprune.lab.experiment import Diverged, conduct
+from dirprune.lab.recipes import FREE_TO_CHANGE, Recipe, differing
 from dirprune.lab.runs import Run
 
 

@@ -17,7 +17,6 @@ from dirprune.theory import LeastSquares, TheoremRow, least_squares, theorem_row
 
 LEAST_SQUARES, NETWORK, LIMIT = "least squares", "network", "limit law"
 GAMMAS = (0.1, 0.03, 0.01, 0.003, 0.001)
-NETWORK_GAMMAS = GAMMAS
 LIMIT_GAMMAS = (0.03, 0.01, 0.003, 0.001)
 PATH_GAMMA = 0.001
 HEADERS = {
@@ -74,7 +73,7 @@ class Value:
     hardware: str
 
 
-FINDINGS = len(GAMMAS) + len(LIMIT_GAMMAS) + len(NETWORK_GAMMAS)
+FINDINGS = 2 * len(GAMMAS) + len(LIMIT_GAMMAS)
 """How many `study` comes to."""
 
 
@@ -129,7 +128,7 @@ def study(*, problems: int = 20, runs: int = 4000, seed: int = 0) -> Iterator[Fi
         yield Finding(LIMIT, limit)
     simulated = simulated_moments(noisy, PATH_TIMES, gamma=PATH_GAMMA, c=0.5, mu=0.6, runs=runs, seed=seed)
     yield LimitPath(limit_moments(noisy, PATH_TIMES, c=0.5, mu=0.6), simulated, PATH_GAMMA, runs)
-    for row in theorem_rows(tiny_network(problems, seed=seed), NETWORK_GAMMAS, c=0.02, t=40.0, seed=seed):
+    for row in theorem_rows(tiny_network(problems, seed=seed), GAMMAS, c=0.02, t=40.0, seed=seed):
         yield Finding(NETWORK, row)
 
 

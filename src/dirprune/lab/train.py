@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dirprune.batchnorm import batchnorms, estimate_statistics
-from dirprune.graphs import set_lr
 from dirprune.lab.baselines.method import Method
 from dirprune.lab.execution import Execution, PlainScoring, Scoring, Tally, make_scoring, make_step
 from dirprune.lab.lean import lowered
@@ -23,6 +22,7 @@ from dirprune.lab.loader import Batching, Loader
 from dirprune.lab.processes import Process
 from dirprune.lab.schedules import Schedule
 from dirprune.modes import eval_mode, seeded
+from dirprune.options import set_lr
 
 CHECK_EVERY = 200
 """Steps between looks at the loss for divergence: each one waits for the device."""
