@@ -164,12 +164,22 @@ def test_connections_that_are_there_stay_before_those_that_are_not_though_they_b
     assert move_connections(weight, gradient, mask, 1).tolist() == mask.tolist()
 
 
+class ScaleNorm(nn.Module):
+    """A normalisation layer of somebody's own."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs / inputs.norm(dim=-1, keepdim=True)
+
+
 @pytest.mark.parametrize(
     ("norm", "rescale", "scaled"),
     [
         (nn.Identity(), None, True),
         (nn.BatchNorm1d(20), None, False),
         (nn.LayerNorm(20), None, False),
+        (ScaleNorm(), None, False),
+        (nn.LocalResponseNorm(2), None, True),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(20, 20)), None, True),
         (nn.BatchNorm1d(20), True, True),
         (nn.Identity(), False, False),
     ],

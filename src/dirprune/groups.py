@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+_NORM = re.compile(r"norm(\dd)?$", re.IGNORECASE)
+_WITH_NORM = re.compile(r"[Nn]orm(?![a-z])")  # but not Normalize or Enormous
 
 def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias", "norm")) -> list[dict[str, Any]]:
     """Return parameter groups for `GRDA` that keep dense, by ``c = 0``, what must stay dense.
@@ -62,17 +64,25 @@ def _is_bias(name: str) -> bool:
     return own.endswith("bias") or "bias" in own.split("_")
 
 
+def normalises(module: nn.Module) -> bool:
+    """Tell whether a layer normalises, by the name of its class or of one that it derives from.
+
+    Home-made ones are known by their names alone: RMSNorm, LayerNorm2d, RMSNormGated, LayerNormLSTM.
+    """
+    return any(_NORM.search(kind) or _WITH_NORM.search(kind) for kind in _kinds(module))
+
+
 def _of_norm(module: nn.Module) -> list[Tensor]:
-    """Return the own parameters of a normalisation layer, by the name of its class or of one that it derives from.
+    """Return the own parameters of a normalisation layer.
 
     All of a …Norm or …Norm2d; of an RMSNormGated, a LayerNormLSTM or a linear layer called …Norm, which do more, those
     that scale or shift.
     """
-    own: list[Tensor] = list(module.parameters(recurse=False))
-    kinds = [kind.__name__ for kind in type(module).__mro__]
-    multiplies = isinstance(module, (nn.Linear, _ConvNd))  # a layer that normalises besides
-    if any(re.search(r"norm(\dd)?$", kind, re.IGNORECASE) for kind in kinds) and not multiplies:
+    own: list[Tensor] = list(module.parameters(recurse=False)) if normalises(module) else []
+    if any(map(_NORM.search, _kinds(module))) and not isinstance(module, (nn.Linear, _ConvNd)):
         return own
-    if any(re.search(r"[Nn]orm(?![a-z])", kind) for kind in kinds):
-        return [p for p in own if sum(size > 1 for size in p.shape) <= 1]
-    return []
+    return [p for p in own if sum(size > 1 for size in p.shape) <= 1]
+
+
+def _kinds(module: nn.Module) -> list[str]:
+    return [kind.__name__ for kind in type(module).__mro__]

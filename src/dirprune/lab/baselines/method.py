@@ -117,6 +117,11 @@ class Reparametrised(Method):
         self._names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         self._buffers = [name for name in model.state_dict() if name not in self._names]
 
+    def train_besides(self, parameters: list[nn.Parameter], *, weight_decay: float) -> None:
+        """Give the optimizer parameters of the method's own; gRDA must not threshold them."""
+        exempt = {"c": 0.0} if "c" in self.optimizer.defaults else {}
+        self.optimizer.add_param_group({"params": parameters, "weight_decay": weight_decay, **exempt})
+
     def replaced(self) -> list[tuple[Weight, Tensor]]:
         """Return the weights that are not what is trained, with what they come to."""
         raise NotImplementedError

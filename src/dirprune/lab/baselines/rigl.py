@@ -26,9 +26,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
+from dirprune.groups import normalises
 from dirprune.lab.baselines.masks import Masked, interval, keep_largest, whole_counts
 from dirprune.lab.baselines.method import check_fraction, check_sparsity
 from dirprune.lab.loader import generator
@@ -82,8 +83,15 @@ def move_connections(weight: Tensor, gradient: Tensor, mask: Tensor, count: int)
 
 
 def is_normalised(model: nn.Module) -> bool:
-    """Whether a layer of the network brings its inputs to a scale of its own."""
-    return any(isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)) for module in model.modules())
+    """Whether a layer of the network brings its inputs to a scale of its own.
+
+    What parametrises a weight does not, nor does local response normalisation, which divides small inputs by 1.
+    """
+    layers = set(model.modules())
+    for module in model.modules():
+        if isinstance(module, ParametrizationList):
+            layers -= set(module.modules())
+    return any(normalises(layer) and not isinstance(layer, nn.LocalResponseNorm) for layer in layers)
 
 
 class RigL(Masked):

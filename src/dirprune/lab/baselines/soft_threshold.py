@@ -15,7 +15,6 @@ learnable sparsity", ICML 2020.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,10 +77,7 @@ class Str(Reparametrised):
             self.thresholded.append((weight, map_))
         if not self.thresholded:
             raise ValueError("model has recurrent layers alone, which STR cannot prune; take another method")
-        group: dict[str, Any] = {"params": [map_.s for _, map_ in self.thresholded], "weight_decay": self.decay}
-        if "c" in optimizer.defaults:
-            group["c"] = 0.0  # gRDA must not threshold the thresholds
-        optimizer.add_param_group(group)
+        self.train_besides([map_.s for _, map_ in self.thresholded], weight_decay=self.decay)
 
     def replaced(self) -> list[tuple[Weight, Tensor]]:
         return [(weight, map_(weight.parameter)) for weight, map_ in self.thresholded]

@@ -172,10 +172,7 @@ class VariationalDropout(Reparametrised):
         if not self.noisy:
             raise ValueError("model has no linear or convolutional layer that can be noisy; take another method")
         rhos = [layers[0].rho for _, layers in self.noisy]
-        group: dict[str, Any] = {"params": rhos, "weight_decay": 0.0}
-        if "c" in optimizer.defaults:
-            group["c"] = 0.0  # gRDA must not threshold the noise
-        optimizer.add_param_group(group)
+        self.train_besides(rhos, weight_decay=0.0)
         self._share = torch.zeros((), device=rhos[0].device)  # on the device, where a recorded step reads it
         self.after_step(0)
 
