@@ -53,7 +53,7 @@ LAB_FLOORS = [
     {"train", "checkpoint", "baselines", "execution", "lean", "processes", "schedules"},
     {"data", "models", "download"},
     {"imagefolder", "resident", "cifar"},
-    {"loader", "tables", "console", "files", "names", "tradeoff"},
+    {"loader", "tables", "console", "files", "names", "progress", "tradeoff"},
 ]
 EVERYWHERE = {"torch", "triton"}
 

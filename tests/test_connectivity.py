@@ -22,11 +22,12 @@ from typer.testing import CliRunner
 
 from dirprune.connect import FitRecord
 from dirprune.lab import checkpoint, cli, connectivity, console, data, experiment, models, recipes, runs, train
-from dirprune.lab.connectivity import Options, Step, connect
+from dirprune.lab.connectivity import Options, connect
 from dirprune.lab.connectivity_files import draw, notes, published_curve
 from dirprune.lab.connectivity_files import table as told
 from dirprune.lab.connectivity_plots import _round_numbers, _scale, plane
 from dirprune.lab.execution import Execution
+from dirprune.lab.progress import Progress
 from dirprune.lab.published.connect import find
 from dirprune.weights import combine
 
@@ -48,13 +49,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def finished(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
+def finished(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Progress]]:
     out = tmp_path_factory.mktemp("jobs") / "whole"
     return out, list(connect(*pair, out, SMALL, device=CPU))
 
 
 @pytest.fixture(autouse=True)
-def _undrawn(finished: tuple[Path, list[Step]], monkeypatch: pytest.MonkeyPatch) -> None:
+def _undrawn(finished: tuple[Path, list[Progress]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The finished job has its figures; drawing them again and again is most of the time of these tests."""
     monkeypatch.setattr(connectivity, "draw", lambda out: None)
 
@@ -76,7 +77,7 @@ def assert_same_numbers(out: Path, other: Path) -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_a_job_has_the_threads_of_its_recipe(
-    finished: tuple[Path, list[Step]], pair: tuple[Path, Path], tmp_path: Path
+    finished: tuple[Path, list[Progress]], pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     seen = {torch.get_num_threads() for _ in connect(*pair, tmp_path / "job", SMALL, device=CPU)}
     assert (seen, torch.get_num_threads()) == ({1}, 2)
@@ -84,13 +85,13 @@ def test_a_job_has_the_threads_of_its_recipe(
     assert_same_numbers(tmp_path / "job", finished[0])
 
 
-def test_the_stages_count_up_to_their_totals(finished: tuple[Path, list[Step]]) -> None:
-    counts = {stage: [s.done for s in finished[1] if s.stage == stage] for stage in ("fit", "curve", "line", "plane")}
+def test_the_stages_count_up_to_their_totals(finished: tuple[Path, list[Progress]]) -> None:
+    counts = {stage: [s.done for s in finished[1] if s.what == stage] for stage in ("fit", "curve", "line", "plane")}
     assert counts == {"fit": [0, 1, 2], "curve": [0, 1, 2, 3], "line": [0, 1, 2, 3], "plane": [0, 1, 2, 3, 4]}
-    assert {s.stage: s.total for s in finished[1]} == {"fit": 2, "curve": 3, "line": 3, "plane": 4}
+    assert {s.what: s.total for s in finished[1]} == {"fit": 2, "curve": 3, "line": 3, "plane": 4}
 
 
-def test_the_files_are_there_and_the_figures_are_figures(finished: tuple[Path, list[Step]]) -> None:
+def test_the_files_are_there_and_the_figures_are_figures(finished: tuple[Path, list[Progress]]) -> None:
     out, _ = finished
     files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert files >= {"config.json", "environment.json", "fit.csv", "profile.csv", "plane.csv", "points.csv"}
@@ -100,7 +101,7 @@ def test_the_files_are_there_and_the_figures_are_figures(finished: tuple[Path, l
         assert (out / "figures" / f"{name}.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_the_ends_score_what_training_recorded(finished: tuple[Path, list[Step]], pair: tuple[Path, Path]) -> None:
+def test_the_ends_score_what_training_recorded(finished: tuple[Path, list[Progress]], pair: tuple[Path, Path]) -> None:
     rows = table(finished[0] / "profile.csv")
     for run, index in zip(pair, (0, 2), strict=True):
         last = runs.load(run).records()[-1]
@@ -109,7 +110,9 @@ def test_the_ends_score_what_training_recorded(finished: tuple[Path, list[Step]]
             assert 100 - float(row["test_error"]) == pytest.approx(last.test_accuracy)
 
 
-def test_the_middle_of_the_line_is_the_mean_network(finished: tuple[Path, list[Step]], pair: tuple[Path, Path]) -> None:
+def test_the_middle_of_the_line_is_the_mean_network(
+    finished: tuple[Path, list[Progress]], pair: tuple[Path, Path]
+) -> None:
     model = models.build("small", 10)
     model.load_state_dict(combine([0.5, 0.5], [runs.weights_of(runs.load(run))[1] for run in pair]))
     loaders = data.load("digits", batch_size=500, seed=0)
@@ -121,7 +124,7 @@ def test_the_middle_of_the_line_is_the_mean_network(finished: tuple[Path, list[S
         assert float(row[f"{half}_error"]) == pytest.approx(100 - score.accuracy, abs=1e-6)
 
 
-def test_the_summary_follows_from_the_tables(finished: tuple[Path, list[Step]], pair: tuple[Path, Path]) -> None:
+def test_the_summary_follows_from_the_tables(finished: tuple[Path, list[Progress]], pair: tuple[Path, Path]) -> None:
     out, _ = finished
     summary = json.loads((out / "summary.json").read_text())
     for path in ("curve", "line"):
@@ -138,7 +141,7 @@ def test_the_summary_follows_from_the_tables(finished: tuple[Path, list[Step]], 
     assert summary["sessions"][0]["torch"] == torch.__version__
 
 
-def test_the_points_lie_on_the_bezier_curve_of_their_corners(finished: tuple[Path, list[Step]]) -> None:
+def test_the_points_lie_on_the_bezier_curve_of_their_corners(finished: tuple[Path, list[Progress]]) -> None:
     rows = table(finished[0] / "points.csv")
     place = {row["name"]: torch.tensor([float(row["x"]), float(row["y"])]) for row in rows[:3]}
     assert place["start"].tolist() == [0, 0]
@@ -159,7 +162,7 @@ def test_a_colour_bar_has_enough_ticks_and_none_beyond_its_ends(low: float, high
     assert all(float(f"{tick:.2g}") == tick for tick in ticks)
 
 
-def test_the_report_names_networks_and_barriers(finished: tuple[Path, list[Step]]) -> None:
+def test_the_report_names_networks_and_barriers(finished: tuple[Path, list[Progress]]) -> None:
     title, columns, rows = told(finished[0])
     summary = json.loads((finished[0] / "summary.json").read_text())
     assert title == "small on digits: gRDA c=0.02 μ=0.7 (t=0, epoch 2) to SGD (t=1, epoch 2)"
@@ -170,7 +173,7 @@ def test_the_report_names_networks_and_barriers(finished: tuple[Path, list[Step]
     assert notes(finished[0]) == []
 
 
-def test_where_no_barrier_is_it_has_no_place(finished: tuple[Path, list[Step]], tmp_path: Path) -> None:
+def test_where_no_barrier_is_it_has_no_place(finished: tuple[Path, list[Progress]], tmp_path: Path) -> None:
     summary = json.loads((finished[0] / "summary.json").read_text())
     summary["curve"] |= {"barrier": 0.0, "test_barrier": 2e-4}  # of a whole job they depend on the machine
     summary["curve"]["highest_test"]["t"] = 0.25
@@ -189,13 +192,13 @@ def test_a_job_killed_while_its_first_file_was_written_can_be_started_again(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     (tmp_path / "config.tmp.json").write_text('{"weights_a": "3f')
-    assert next(connect(*pair, tmp_path, SMALL, device=CPU)).stage == "fit"
+    assert next(connect(*pair, tmp_path, SMALL, device=CPU)).what == "fit"
     assert "weights_a" in json.loads((tmp_path / "config.json").read_text())
     assert not (tmp_path / "config.tmp.json").exists()
 
 
 def test_a_job_interrupted_after_every_step_gives_the_same_numbers(
-    pair: tuple[Path, Path], finished: tuple[Path, list[Step]], tmp_path: Path
+    pair: tuple[Path, Path], finished: tuple[Path, list[Progress]], tmp_path: Path
 ) -> None:
     out = tmp_path / "job"
     sessions, stages = 0, []
@@ -203,7 +206,7 @@ def test_a_job_interrupted_after_every_step_gives_the_same_numbers(
         sessions += 1
         for step in connect(*pair, out, SMALL, device=CPU):
             if step.note:  # the first one that this session took
-                stages.append(step.stage)
+                stages.append(step.what)
                 break
     assert stages == ["fit"] * 2 + ["curve"] * 3 + ["line"] * 3 + ["plane"] * 4
     assert_same_numbers(out, finished[0])
@@ -211,7 +214,7 @@ def test_a_job_interrupted_after_every_step_gives_the_same_numbers(
 
 
 def test_ctrl_c_keeps_the_epochs_that_were_fitted(
-    pair: tuple[Path, Path], finished: tuple[Path, list[Step]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Path, Path], finished: tuple[Path, list[Progress]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pressed(*arguments: Any, **options: Any) -> Iterator[FitRecord]:
         for record in fit_curve(*arguments, **options):
@@ -233,7 +236,7 @@ def test_ctrl_c_keeps_the_epochs_that_were_fitted(
 
 
 def test_an_epoch_that_was_not_saved_is_fitted_again(
-    pair: tuple[Path, Path], finished: tuple[Path, list[Step]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Path, Path], finished: tuple[Path, list[Progress]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*arguments: Any, **options: Any) -> Iterator[FitRecord]:
         yield next(fit_curve(*arguments, **options))
@@ -247,12 +250,12 @@ def test_an_epoch_that_was_not_saved_is_fitted_again(
     assert len(table(tmp_path / "job" / "fit.csv")) == 1
     assert not (tmp_path / "job" / "checkpoints").exists()
     steps = list(connect(*pair, tmp_path / "job", SMALL, device=CPU))
-    assert [step.done for step in steps if step.stage == "fit"] == [0, 1, 2]
+    assert [step.done for step in steps if step.what == "fit"] == [0, 1, 2]
     assert_same_numbers(tmp_path / "job", finished[0])
 
 
 def test_a_finished_job_is_not_computed_again(
-    pair: tuple[Path, Path], finished: tuple[Path, list[Step]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Path, Path], finished: tuple[Path, list[Progress]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also from runs that have moved: their weights say that they are the same."""
     out, moved = tmp_path / "job", tmp_path / "moved"
@@ -260,7 +263,7 @@ def test_a_finished_job_is_not_computed_again(
     shutil.copytree(pair[0], moved)
     monkeypatch.setattr(connectivity, "Evaluator", None)
     steps = list(connect(moved, pair[1], out, SMALL, device=CPU))
-    assert [(step.stage, step.done) for step in steps] == [("fit", 2), ("curve", 3), ("line", 3), ("plane", 4)]
+    assert [(step.what, step.done) for step in steps] == [("fit", 2), ("curve", 3), ("line", 3), ("plane", 4)]
     assert_same_numbers(out, finished[0])
 
 
@@ -268,10 +271,10 @@ def test_a_finished_job_is_not_computed_again(
 
 
 def test_without_a_fit_there_is_the_line_alone(
-    pair: tuple[Path, Path], finished: tuple[Path, list[Step]], tmp_path: Path
+    pair: tuple[Path, Path], finished: tuple[Path, list[Progress]], tmp_path: Path
 ) -> None:
     out = tmp_path / "line"
-    assert {step.stage for step in connect(*pair, out, replace(SMALL, fit=False), device=CPU)} == {"line"}
+    assert {step.what for step in connect(*pair, out, replace(SMALL, fit=False), device=CPU)} == {"line"}
     assert table(out / "profile.csv") == table(finished[0] / "profile.csv")[3:]
     assert not (out / "plane.csv").exists()
     assert [row[0] for row in told(out)[2]] == ["straight line"]
@@ -322,7 +325,7 @@ def test_options_that_cannot_be_are_refused(option: str, value: Any) -> None:
 # Refusals.
 
 
-def start(a: Path, b: Path, out: Path, options: Options = SMALL, **arguments: Any) -> Step:
+def start(a: Path, b: Path, out: Path, options: Options = SMALL, **arguments: Any) -> Progress:
     return next(connect(a, b, out, options, device=CPU, **arguments))
 
 
@@ -403,7 +406,7 @@ def test_a_network_is_not_joined_to_itself_nor_to_what_is_not_there(pair: tuple[
 
 
 def test_another_job_and_other_files_are_never_overwritten(
-    pair: tuple[Path, Path], finished: tuple[Path, list[Step]]
+    pair: tuple[Path, Path], finished: tuple[Path, list[Progress]]
 ) -> None:
     out, _ = finished
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -465,7 +468,7 @@ def test_a_network_that_another_method_pruned_is_not_called_sgd() -> None:
 
 
 def test_a_job_like_a_published_one_is_reported_beside_it(
-    pair: tuple[Path, Path], finished: tuple[Path, list[Step]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Path, Path], finished: tuple[Path, list[Progress]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
 

@@ -25,6 +25,7 @@ from dirprune.lab.direction_plots import projection_figure
 from dirprune.lab.experiment import conduct
 from dirprune.lab.files import locked
 from dirprune.lab.plots import save
+from dirprune.lab.progress import Progress
 from dirprune.lab.projection import EigenvalueRow, ProjectionRow, project
 from dirprune.lab.published.projection import shares
 from dirprune.lab.runs import Run
@@ -33,7 +34,6 @@ from dirprune.lab.spectrum import (
     Journal,
     Lanczos,
     NotKept,
-    Progress,
     conv_precision,
     leading_eigenpairs,
     part_of,
@@ -311,11 +311,12 @@ def test_a_network_that_cannot_be_compiled_is_not(monkeypatch: pytest.MonkeyPatc
 def test_progress_is_told_where_no_bar_is_seen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    events = [Progress("epoch 2", 7, 300, 0.01), Progress("epoch 2", 8, 300, 0.002)]
-    assert cli_research._collect((event for event in events), ProjectionRow, console.Interruption()) == []
+    worst = ("residual 1.0e-02", "residual 2.0e-03")
+    events = [Progress("epoch 2", done, 300, note, "products") for done, note in enumerate(worst, start=7)]
+    assert cli_research._drive("project", (event for event in events), console.Interruption()) == []
     assert capsys.readouterr().err == ""  # nothing is worth a line yet
     monkeypatch.setattr(console, "QUIET", 0.0)
-    cli_research._collect((event for event in events), ProjectionRow, console.Interruption())
+    cli_research._drive("project", (event for event in events), console.Interruption())
     lines = capsys.readouterr().err.splitlines()
     assert "epoch 2: 7/300 products, residual 1.0e-02" in lines
     assert lines[-1] == "epoch 2: 8/300 products, residual 2.0e-03"

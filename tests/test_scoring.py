@@ -17,9 +17,10 @@ from dirprune.lab import checkpoint, recipes, runs
 from dirprune.lab.direction_plots import score_figure
 from dirprune.lab.experiment import conduct
 from dirprune.lab.plots import save
+from dirprune.lab.progress import Progress
 from dirprune.lab.runs import Run
 from dirprune.lab.scoring import ScoreRow, SpectrumRow, directional_pruner, score, smallest_pruner
-from dirprune.lab.spectrum import Lanczos, Progress, subject
+from dirprune.lab.spectrum import Lanczos, subject
 from dirprune.lab.tables import OtherSettings, read_rows
 
 CPU = torch.device("cpu")
@@ -123,13 +124,13 @@ def test_a_sparsity_out_of_reach_is_said_and_not_measured() -> None:
 def test_products_are_kept_until_all_is_measured(run: Run, tmp_path: Path) -> None:
     options = {"ks": (5,), "sparsities": GRID, "samples": 20, "lanczos": QUICK, "device": CPU}
     events = score(run, tmp_path, **options)
-    while next(events).products < 4:
+    while next(events).done < 4:
         pass
     events.close()
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "products").glob("*.pt")}
     assert len(kept) == 4
     events = score(run, tmp_path, **options)
-    while next(events).products < 6:
+    while next(events).done < 6:
         pass
     assert {path: path.stat().st_mtime_ns for path in kept} == kept  # read, not made again
     assert rows_of(events) == measure(run, tmp_path / "whole", ks=(5,))

@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 _NORM = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 _WITH_NORM = re.compile(r"[Nn]orm(?![a-z])")  # but not Normalize or Enormous
 
+
 def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias", "norm")) -> list[dict[str, Any]]:
     """Return parameter groups for `GRDA` that keep dense, by ``c = 0``, what must stay dense.
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dirprune.lab import data, models, recipes
+from dirprune.lab import data, models, published, recipes
+from dirprune.lab.console import NOTHING
 from dirprune.lab.data import Batch, Loaders, Synthetic
 from dirprune.lab.execution import Tally, make_scoring, make_step
 from dirprune.lab.experiment import make_optimizer
@@ -47,12 +48,10 @@ WORKLOADS = {
     "resnet50": Workload("resnet50-imagenet", (3, 224, 224), 1000, 6_400, 250),
     "small": Workload("digits", (1, 8, 8), 10, 1_438, 359),
 }
-PAPER_MS = {"vgg16": (21.4, 30.3), "wrn28x10": (227.1, 251.0), "resnet50": (396.4, 458.2)}
 MOST_MS = {"vgg16": 1.4, "wrn28x10": 12.5}
 MOST_RATIO = 1.02
 MOST_OVERHEAD = 0.05
 """What we ask of ourselves on one H200: milliseconds of a step, gRDA's to SGD's, and the rest of an epoch."""
-PAPER_MIB = {"vgg16": (1756, 1809), "wrn28x10": (10301, 10589), "resnet50": (14221, 14159)}
 
 
 @dataclass(frozen=True)
@@ -197,20 +196,21 @@ SPARE = ("floor ms", "overhead", "MiB")
 
 def table(costs: Sequence[Cost]) -> list[tuple[str, ...]]:
     """Return the costs as rows of text under `COLUMNS`, the paper's V100 figures beside them."""
+    published_costs = {(cost.model, cost.optimizer): cost for cost in published.costs()}
     rows: list[tuple[str, ...]] = []
     for cost in costs:
-        which = 0 if cost.optimizer == "sgd" else 1
+        paper = published_costs.get((cost.model, cost.optimizer))
         rows.append(
             (
                 cost.model,
                 cost.optimizer,
                 f"{cost.ms:.3f}",
-                f"{cost.floor_ms:.2f}" if cost.floor_ms else "–",
-                f"{cost.floor_ms / cost.ms:.0%}" if cost.floor_ms else "–",
+                f"{cost.floor_ms:.2f}" if cost.floor_ms else NOTHING,
+                f"{cost.floor_ms / cost.ms:.0%}" if cost.floor_ms else NOTHING,
                 f"{ratio_to_sgd(cost, costs):.3f}",
-                f"{PAPER_MS[cost.model][which]:.1f}" if cost.model in PAPER_MS else "–",
-                f"{cost.peak_mib:.0f}" if cost.peak_mib else "–",
-                f"{PAPER_MIB[cost.model][which]}" if cost.model in PAPER_MIB else "–",
+                f"{paper.ms:.1f}" if paper else NOTHING,
+                f"{cost.peak_mib:.0f}" if cost.peak_mib else NOTHING,
+                f"{paper.peak_mib:.0f}" if paper else NOTHING,
                 f"{cost.overhead:.1%}",
             )
         )

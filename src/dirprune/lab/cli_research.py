@@ -10,6 +10,7 @@ import typer
 
 from dirprune.lab.console import (
     INTERRUPTED,
+    NOTHING,
     DeviceOption,
     Interruption,
     MinutesOption,
@@ -62,7 +63,7 @@ def theory(
                     emit({"part": finding.part, **row})
         if is_terminal():
             for part, rows in found.items():
-                cells = [["–" if value is None else f"{value:.4g}" for value in row.values()] for row in rows]
+                cells = [[NOTHING if value is None else f"{value:.4g}" for value in row.values()] for row in rows]
                 show(part, [theory_report.HEADERS[name] for name in rows[0]], cells, left=0, spare=theory_report.SPARE)
         folders = f"{out}, {figures}" if figures else str(out)
         say(f"Numbers and figures: {folders}. They are explained in docs/theory.md of the repository.")
@@ -127,7 +128,7 @@ def project(
             device=where,
             root=data or sgd.last_root(),
         )
-        rows = _collect(steps, ProjectionRow, Interruption(minutes))
+        rows = _drive("project", steps, Interruption(minutes))
         measured = read_rows(out / "projection.csv", ProjectionRow)  # with those of earlier commands
         theirs = shares(sgd.recipe.data, sgd.recipe.model)
         figure = plots.save(projection_figure(measured, theirs), out / "projection.png")
@@ -166,7 +167,7 @@ def score(
         from dirprune.lab import plots, runs
         from dirprune.lab.direction_plots import score_figure
         from dirprune.lab.follow import device_of
-        from dirprune.lab.scoring import ScoreRow, measured
+        from dirprune.lab.scoring import measured
         from dirprune.lab.scoring import score as scoring
         from dirprune.lab.spectrum import Lanczos
 
@@ -184,7 +185,7 @@ def score(
             device=where,
             root=data or found.last_root(),
         )
-        _collect(steps, ScoreRow, Interruption(minutes))
+        _drive("score", steps, Interruption(minutes))
         rows = measured(out)  # with those of earlier commands
         figure = plots.save(score_figure(rows), out / "score.png")
         if is_terminal():
@@ -256,21 +257,7 @@ def connect(
         root = data or runs.load(run_a).last_root()
         where = device_of(device)
         job = connecting(run_a, run_b, out, options, epoch_a=epoch_a, epoch_b=epoch_b, device=where, root=root)
-        interruption = Interruption(minutes)
-        with (
-            interruption.listening("epoch or point"),
-            closing(job) as steps,
-            bar("connect", total=None) as advance,
-        ):
-            stage, done = "", 0
-            for step in steps:
-                if step.stage != stage:
-                    stage, done = step.stage, 0
-                    advance(0, restart=stage)
-                advance(step.done - done, note=step.note, total=step.total)
-                done = step.done
-                if interruption():  # closing the job saves it
-                    _stop(interruption)
+        _drive("connect", job, Interruption(minutes), after="epoch or point")
         if is_terminal():
             show(*table(out))
             for note in notes(out):
@@ -295,28 +282,32 @@ def _stop(interruption: Interruption) -> NoReturn:
     raise typer.Exit(INTERRUPTED if interruption.asked else 0)
 
 
-def _collect(steps: Any, row_type: type, interruption: Interruption) -> list[Any]:
-    """Drive a generator of progress and rows before the user's eyes, and return the rows."""
+def _drive(verb: str, steps: Any, interruption: Interruption, *, after: str = "product") -> list[Any]:
+    """Drive a generator of progress and rows before the user's eyes, and return the rows.
+
+    Closing it saves what was done; it can be interrupted ``after`` each of its steps.
+    """
     from dataclasses import asdict
 
+    from dirprune.lab.progress import Progress
+
     rows: list[Any] = []
-    with interruption.listening("product"), closing(steps), bar("", total=None) as advance:
+    with interruption.listening(after), closing(steps), bar(verb, total=None) as advance:
         what, done = "", 0
         for step in steps:
-            if interruption():
-                _stop(interruption)
-            if isinstance(step, row_type):
+            if not isinstance(step, Progress):
                 rows.append(step)
                 advance(0, note=f"{len(rows)} measured")
                 if not is_terminal():
-                    emit(asdict(step))  # type: ignore[call-overload]
-                continue
-            if step.what != what:
-                what, done = step.what, 0
-                advance(0, restart=what, unit=step.unit, total=step.most)
-            residual = f"residual {step.residual:.1e}" if step.residual is not None else ""
-            advance(step.products - done, note=residual)
-            done = step.products
+                    emit(asdict(step))
+            else:
+                if step.what != what:
+                    what, done = step.what, 0
+                    advance(0, restart=what, unit=step.unit, total=step.total)
+                advance(step.done - done, note=step.note)
+                done = step.done
+            if interruption():
+                _stop(interruption)
     return rows
 
 
@@ -331,4 +322,4 @@ def _yes(flag: bool) -> str:
 
 def _k(row: Any) -> str:
     """Return how many eigenvectors a row of `score` knows; its other methods know of none."""
-    return str(row.k) if row.method == "directional" else "–"
+    return str(row.k) if row.method == "directional" else NOTHING

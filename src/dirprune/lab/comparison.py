@@ -19,6 +19,7 @@ from pathlib import Path
 
 from dirprune.lab import comparison_plots, plots, recipes, runs
 from dirprune.lab.comparison_plots import layer_bars
+from dirprune.lab.console import NOTHING
 from dirprune.lab.ledger import departures
 from dirprune.lab.ranking import Point, paired_gap, rank
 from dirprune.lab.recipes import FREE_TO_CHANGE, Recipe
@@ -149,14 +150,14 @@ class RankRow:
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, by `COLUMNS`."""
         return (
-            str(self.rank or "–"),
+            str(self.rank or NOTHING),
             known_as(self.method).title,
             self.source,
             _spread(self.test_accuracy, self.test_accuracy_std).text(2),
             "" if math.isnan(self.gap) else _spread(self.gap, self.gap_margin).text(2, signed=True),
             str(self.seeds),
             duration(self.seconds),
-            "–" if math.isnan(self.peak_memory_mib) else f"{self.peak_memory_mib:.0f}",
+            NOTHING if math.isnan(self.peak_memory_mib) else f"{self.peak_memory_mib:.0f}",
         )
 
 

@@ -36,6 +36,7 @@ from dirprune.lab.connectivity_files import (
 )
 from dirprune.lab.data import EVALUATION_BATCH
 from dirprune.lab.files import locked, write_json
+from dirprune.lab.progress import Progress
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.tables import read_rows, write_rows
@@ -84,16 +85,6 @@ class Options:
         Schedule(self.schedule)
 
 
-@dataclass(frozen=True)
-class Step:
-    """``done`` of ``total`` steps of a stage ("fit", "curve", "line", "plane"); the first says what was done before."""
-
-    stage: str
-    done: int
-    total: int
-    note: str = ""
-
-
 def connect(
     run_a: Path,
     run_b: Path,
@@ -104,8 +95,10 @@ def connect(
     epoch_b: int | None = None,
     device: torch.device,
     root: Path | None = None,
-) -> Generator[Step, None, None]:
-    """Join run A (t = 0) and run B (t = 1) by a curve, measure what lies between them, draw it; yield as it goes.
+) -> Generator[Progress, None, None]:
+    """Join run A (t = 0) and run B (t = 1) by a curve, measure what lies between them, draw it.
+
+    Yields the progress of its stages: "fit", "curve", "line" and "plane".
 
     Leaving the loop, also for good, loses nothing but the step under way: the same call goes on from there.
 
@@ -129,7 +122,7 @@ def connect(
             yield from _carry_out(job)
 
 
-def _carry_out(job: _Job) -> Iterator[Step]:
+def _carry_out(job: _Job) -> Iterator[Progress]:
     places: list[Place] = [(i / (job.options.points - 1),) for i in range(job.options.points)]
     profile = job.out / "profile.csv"
     if job.options.fit:
@@ -245,7 +238,7 @@ def _endpoint(run: runs.Run, epoch: int | None, model: nn.Module) -> tuple[int, 
     return found, take(model)
 
 
-def _fit(job: _Job) -> Iterator[Step]:
+def _fit(job: _Job) -> Iterator[Progress]:
     """Fit the curve from where it stands to its last epoch."""
     options, folder = job.options, job.out / "checkpoints"
     settings = replace(job.recipe, optimizer="sgd", lr=options.lr, momentum=options.momentum)
@@ -265,7 +258,7 @@ def _fit(job: _Job) -> Iterator[Step]:
 
     table = job.out / "fit.csv"
     rows = read_rows(table, FitRecord)[:done]
-    yield Step("fit", done, options.epochs)
+    yield Progress("fit", done, options.epochs)
     schedule = Schedule(options.schedule)
     records = fit_curve(
         job.model,
@@ -290,7 +283,7 @@ def _fit(job: _Job) -> Iterator[Step]:
             if done == options.epochs or time.monotonic() - saved_at >= experiment.SAVE_SECONDS:
                 save()
                 saved, saved_at = done, time.monotonic()
-            yield Step("fit", done, options.epochs, f"loss {record.loss:.4g}")
+            yield Progress("fit", done, options.epochs, f"loss {record.loss:.4g}")
     except GeneratorExit:  # the caller stops here, between two epochs
         if saved < done:
             save()
@@ -307,11 +300,11 @@ def _measure(
     evaluator: Callable[[], Evaluator],
     point: Callable[..., Weights],
     places: Sequence[Place],
-) -> Iterator[Step]:
+) -> Iterator[Progress]:
     """Measure, in order, the places that the table does not hold yet; ``head`` is how rows of this stage begin."""
     rows = read_rows(table, kind)
     done = sum(astuple(row)[: len(head)] == head for row in rows)
-    yield Step(stage, done, len(places))
+    yield Progress(stage, done, len(places))
     if done == len(places):
         return
     for measured in profile_points(evaluator(), point, places[done:]):
@@ -319,7 +312,7 @@ def _measure(
         rows.append(kind(*head, *place, *scores))
         write_rows(table, kind, rows)
         done += 1
-        yield Step(stage, done, len(places), f"train loss {measured.train_loss:.4g}")
+        yield Progress(stage, done, len(places), f"train loss {measured.train_loss:.4g}")
 
 
 def _place(job: _Job, places: Sequence[Place]) -> Plane:

@@ -37,7 +37,7 @@ from dirprune.lab.files import to_json
 
 INTERRUPTED = 130
 QUIET = 10.0  # seconds without a word, where no bar is seen
-NOTHING = "–"
+NOTHING = "–"  # in the cell of a table
 _WORDS = 20  # letters of a column of words that are kept on one line as long as another column can give way
 
 

@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 import typer
 
-from dirprune.lab import checkpoint
 from dirprune.lab.console import INTERRUPTED, Interruption, bar, emit, is_terminal, say
 from dirprune.lab.experiment import conduct
 from dirprune.lab.loader import Batch, Loader
@@ -198,8 +197,7 @@ def _bar(run: Run, title: str, show: bool) -> Iterator[Callable[..., None]]:
         yield lambda *_, **__: None
         return
     with bar(title or run.recipe.name, total=run.recipe.epochs, unit="epochs") as advance:
-        found = checkpoint.epochs(run.checkpoints)
-        advance(found[-1] if found else 0)
+        advance(run.saved)
         yield advance
 
 
@@ -211,8 +209,8 @@ def _board(run: Run, wanted: bool) -> Iterator[Callable[[EpochRecord], None]]:
         return
     from torch.utils.tensorboard import SummaryWriter
 
-    done = max(checkpoint.epochs(run.checkpoints), default=0)  # what a killed session wrote beyond that is replaced
-    writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=done + 1)
+    # What a killed session wrote beyond the last checkpoint is replaced.
+    writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.saved + 1)
 
     def log(record: EpochRecord) -> None:
         for name, value in record.to_dict().items():
@@ -245,11 +243,10 @@ def _conclude(run: Run, quiet: bool, is_new: bool, process: Process) -> bool:
     if is_new and not run.begun:
         say("Stopped before the end of the first epoch; nothing is kept.")
         return False
-    saved = max(checkpoint.epochs(run.checkpoints), default=0)
-    if saved < run.recipe.epochs:
+    if run.saved < run.recipe.epochs:
         several = process.world_size > 1
         program = f"torchrun --nproc-per-node {process.world_size} -m dirprune" if several else "dirprune"
-        say(f"Stopped; saved up to epoch {saved} of {run.recipe.epochs}. Continue with:")
+        say(f"Stopped; saved up to epoch {run.saved} of {run.recipe.epochs}. Continue with:")
         say(f"    {program} resume {shlex.quote(str(run.folder))}")
         return False
     if quiet:

@@ -13,8 +13,9 @@ from torch import Tensor
 from dirprune.direction import eigenspace_share
 from dirprune.lab import checkpoint
 from dirprune.lab.files import locked
+from dirprune.lab.progress import Progress
 from dirprune.lab.runs import Run, environment, parameters_of, weights_of
-from dirprune.lab.spectrum import Journal, Lanczos, Progress, Subject, leading_eigenpairs, subject
+from dirprune.lab.spectrum import Journal, Lanczos, Subject, leading_eigenpairs, subject
 from dirprune.lab.tables import merge_rows, read_rows, settle
 from dirprune.lanczos import Eigenpairs
 from dirprune.weights import flatten, take

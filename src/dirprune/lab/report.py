@@ -14,6 +14,7 @@ import torch
 
 from dirprune import SparsityReport, sparsity
 from dirprune.lab import checkpoint, models, plots, runs
+from dirprune.lab.console import NOTHING
 from dirprune.lab.execution import Execution
 from dirprune.lab.files import finite
 from dirprune.lab.recipes import Recipe
@@ -87,12 +88,12 @@ class Row:
             "setting": self.setting,
             "epochs": f"{self.epoch}/{self.epochs}",
             "seeds": str(len(self.seeds)),
-            f"{tested_on} accuracy (%)": self.test_accuracy.text(2) if self.test_accuracy else "–",
-            f"{tested_on} loss": self.test_loss.text(4) if self.test_loss else "–",
-            "sparsity (%)": self.sparsity.text(2, scale=100) if self.sparsity else "–",
-            "weight sparsity (%)": self.weight_sparsity.text(2, scale=100) if self.weight_sparsity else "–",
-            "s/epoch": "–" if self.epoch_seconds is None else f"{self.epoch_seconds:.3g}",
-            "total": "–" if self.total_seconds is None else duration(self.total_seconds),
+            f"{tested_on} accuracy (%)": self.test_accuracy.text(2) if self.test_accuracy else NOTHING,
+            f"{tested_on} loss": self.test_loss.text(4) if self.test_loss else NOTHING,
+            "sparsity (%)": self.sparsity.text(2, scale=100) if self.sparsity else NOTHING,
+            "weight sparsity (%)": self.weight_sparsity.text(2, scale=100) if self.weight_sparsity else NOTHING,
+            "s/epoch": NOTHING if self.epoch_seconds is None else f"{self.epoch_seconds:.3g}",
+            "total": NOTHING if self.total_seconds is None else duration(self.total_seconds),
         }
 
 
@@ -165,7 +166,7 @@ class Report:
         """
         networks: dict[str, dict[str, list[SparsityReport]]] = {}
         for group in self.groups:
-            known = (run for run in group.runs if any(checkpoint.epochs(run.checkpoints)) or _zeros_at_the_end(run))
+            known = (run for run in group.runs if run.saved or _zeros_at_the_end(run))
             counted = [(epoch, zeros) for epoch, zeros in map(layerwise, known) if epoch]
             if not counted:
                 continue

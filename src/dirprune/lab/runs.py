@@ -83,13 +83,18 @@ class Run:
         return self.folder / "checkpoints"
 
     @property
+    def saved(self) -> int:
+        """The epoch of the newest checkpoint, trusted or not; 0 without one, or with the initial weights alone."""
+        return max(checkpoint.epochs(self.checkpoints), default=0)
+
+    @property
     def begun(self) -> bool:
         """Whether there is anything of it to lose: an epoch that was trained or recorded, or how it ended.
 
         The initial weights are not: the recipe makes them again.
         """
         ended = (self.folder / "outcome.json").exists()
-        return ended or any(checkpoint.epochs(self.checkpoints)) or bool(self.records())
+        return ended or self.saved > 0 or bool(self.records())
 
     @property
     def figures(self) -> Path:

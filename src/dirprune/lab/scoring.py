@@ -17,8 +17,9 @@ from dirprune.curvature import hessian_diagonal
 from dirprune.direction import directional_prune, directional_score, lam_for_sparsity
 from dirprune.lab import checkpoint
 from dirprune.lab.files import locked
+from dirprune.lab.progress import Progress
 from dirprune.lab.runs import Run, environment, weights_of
-from dirprune.lab.spectrum import Journal, Lanczos, Progress, Subject, conv_precision, leading_eigenpairs, subject
+from dirprune.lab.spectrum import Journal, Lanczos, Subject, conv_precision, leading_eigenpairs, subject
 from dirprune.lab.tables import read_rows, settle, write_rows
 from dirprune.lab.train import evaluate, recalibrate_batchnorm
 from dirprune.weights import flatten, put, take, unflatten
@@ -235,7 +236,7 @@ def _saliency(bench: Subject, w: Tensor, samples: int, seed: int) -> Generator[P
     for start in range(0, samples, DIAGONAL_BLOCK):
         count = min(DIAGONAL_BLOCK, samples - start)
         total += count * hessian_diagonal(bench.hessian, samples=count, seed=seed + start)
-        yield Progress("diagonal", start + count, samples)
+        yield Progress("diagonal", start + count, samples, unit="products")
     return (total / samples).abs() * w.square() / 2
 
 

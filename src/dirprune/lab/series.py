@@ -57,7 +57,7 @@ def series(
             if stopping():
                 return
             _clear(plan.recipe)
-            yield Step(number, run, max(checkpoint.epochs(run.checkpoints), default=0))
+            yield Step(number, run, run.saved)
             try:
                 for record in conduct(run, device=device, root=root, stopping=stopping):
                     note = f"accuracy {record.test_accuracy:.2f}%, {record.weight_sparsity:.1%} of weights zero"

@@ -21,6 +21,7 @@ from dirprune.lab.execution import Execution
 from dirprune.lab.experiment import assemble
 from dirprune.lab.imagefolder import ImageFolderLoader
 from dirprune.lab.loader import Loader
+from dirprune.lab.progress import Progress
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.resident import ResidentLoader
 from dirprune.lanczos import Eigenpairs, lanczos_steps
@@ -67,20 +68,6 @@ class Lanczos:
         first, last = self.by_loss or (0, None)
         if first < 0 or (last is not None and last <= first):
             raise ValueError(f"by_loss={self.by_loss}: give a first rank from 0, and a last one above it or none")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Of ``what``, ``products`` are done of at most ``most``, counted in ``unit``.
-
-    ``residual`` is the worst of Lanczos so far, relative to max|λ|; None in other work.
-    """
-
-    what: str
-    products: int
-    most: int
-    residual: float | None = None
-    unit: str = "products"
 
 
 @dataclass(frozen=True)
@@ -281,9 +268,9 @@ def leading_eigenpairs(
     """
     steps = lanczos_steps(op, k, tolerance=lanczos.tolerance, max_iterations=lanczos.max_iterations, seed=lanczos.seed)
     for step in steps:
-        residual = float(step.bounds.max()) / step.scale if step.scale else 0.0
-        yield Progress(what, step.iterations, lanczos.max_iterations, residual)
-    yield Progress(f"{what}, true residuals", 0, k)
+        worst = float(step.bounds.max()) / step.scale if step.scale else 0.0
+        yield Progress(what, step.iterations, lanczos.max_iterations, f"residual {worst:.1e}", "products")
+    yield Progress(f"{what}, true residuals", 0, k, unit="products")
     pairs = step.pairs(judge)
-    yield Progress(f"{what}, true residuals", k, k)
+    yield Progress(f"{what}, true residuals", k, k, unit="products")
     return pairs, lanczos.tolerance * step.scale
