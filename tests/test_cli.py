@@ -856,12 +856,13 @@ def test_score_shows_also_what_earlier_commands_measured(
     assert {("directional", "0"), ("directional", "2")} < {tuple(cell) for cell in cells}
 
 
-def test_more_eigenvectors_than_weights_are_refused_before_a_folder_is_made(
-    trained: dict[str, tuple[Path, Result]],
+@pytest.mark.parametrize(("verb", "of"), [("project", ("sgd", "grda")), ("score", ("sgd",))])
+def test_more_eigenvectors_than_weights_are_refused_and_leave_no_folder(
+    verb: str, of: tuple[str, ...], trained: dict[str, tuple[Path, Result]]
 ) -> None:
-    result = call("score", trained["sgd"][0], "--k", "0,100000", "--out", "out")
+    result = call(verb, *(trained[name][0] for name in of), "--k", "100000", "--out", "out")
     assert result.exit_code == 1
-    assert "k=100000: the network has 650 weights" in result.stderr
+    assert "k=100000: the network has 650 weights; give at most as many" in result.stderr
     assert not Path("out").exists()
 
 

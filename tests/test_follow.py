@@ -15,7 +15,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from dirprune.lab import checkpoint, cli, experiment, recipes, runs
+from dirprune.lab import checkpoint, cli, experiment, follow, recipes, runs
+from dirprune.lab.processes import Process
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 MODULE = """
@@ -154,6 +155,32 @@ def test_no_time_at_all_is_refused_before_anything_is_made() -> None:
 def test_a_folder_with_a_space_is_named_so_that_the_shell_reads_it() -> None:
     result = call(*SHORT[:-1], "my run", "--model", "follow_networks:once")
     assert result.stderr.splitlines()[-1] == "    dirprune resume 'my run'"
+
+
+@pytest.mark.parametrize(
+    ("processes", "on_this_node", "advice"),
+    [
+        (1, 1, ["Continue with:", "    dirprune resume run"]),
+        (4, 4, ["Continue with:", "    torchrun --nproc-per-node 4 -m dirprune resume run"]),
+        (
+            4,
+            2,
+            ["Continue on every node, with torchrun's options as before:", "    torchrun … -m dirprune resume run"],
+        ),
+    ],
+)
+def test_how_to_go_on_depends_on_the_processes_there_were(
+    processes: int,
+    on_this_node: int,
+    advice: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = runs.create(Path("run"), recipes.get("digits"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_node))
+    assert not follow._conclude(run, quiet=False, is_new=False, process=Process(0, processes))
+    first, second = capsys.readouterr().err.splitlines()
+    assert [first.removeprefix("Stopped; saved up to epoch 0 of 60. "), second] == advice
 
 
 def test_a_run_that_diverges_stays_and_says_what_to_do() -> None:

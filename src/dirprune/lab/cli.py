@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from enum import Enum
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +22,7 @@ from dirprune.lab.console import (
     DeviceOption,
     KeepOption,
     MinutesOption,
+    ModelOption,
     RunDataOption,
     clear_errors,
     emit,
@@ -30,6 +32,9 @@ from dirprune.lab.console import (
     say_once,
     show,
 )
+
+if TYPE_CHECKING:
+    from dirprune.lab.recipes import Recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -69,7 +74,6 @@ SeedOption = Annotated[
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`.")]
 RateOption = Annotated[float | None, typer.Option(help="Base learning rate.")]
 BatchOption = Annotated[int | None, typer.Option(help="Global batch size, summed over all processes.")]
-ModelOption = Annotated[str | None, typer.Option(help="Another network, or your own as package.module:name.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -183,18 +187,9 @@ def train(
                 f"--keep {keep!r} names epoch {max(chosen.keep)}, but the run ends after epoch {chosen.epochs}; give "
                 "epochs up to that, or a larger --epochs"
             )
-        if chosen.optimizer == "sgd" and (
-            idle := [name for name, value in (("--c", c), ("--mu", mu)) if value is not None]
-        ):
-            say_once(f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect with --optimizer sgd.")
-        if lean and chosen.execution(device_of(device).type).precision != "bfloat16":
-            say_once("--lean has no effect in float32; add --precision bfloat16.")
+        for remark in _remarks(chosen, device_of(device).type, c=c, mu=mu, lean=lean):
+            say_once(remark)
         folder = out or runs.unused(Path("runs") / runs.default_name(chosen))
-        factor = chosen.schedule.factor(1, chosen.epochs)
-        if chosen.schedule.kind != "cosine" and factor < 1:
-            many = f"{chosen.epochs} epoch{'s' if chosen.epochs > 1 else ''}"
-            start = f"training starts at lr {factor * chosen.lr:g}"
-            say_once(f"With {many} this schedule never reaches the base rate; {start}.")
         follow(
             lambda: runs.create(folder, chosen),
             device=device,
@@ -410,6 +405,22 @@ def bench(
 app.add_typer(cli_research.app)
 app.add_typer(cli_compare.app)
 app.add_typer(cli_reproduce.app)
+
+
+def _remarks(
+    recipe: Recipe, device_type: str, *, c: float | None, mu: float | None, lean: bool | None
+) -> Iterator[str]:
+    """Yield what a user may not expect of the options that were given."""
+    idle = [name for name, value in (("--c", c), ("--mu", mu)) if value is not None]
+    if recipe.optimizer == "sgd" and idle:
+        yield f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect with --optimizer sgd."
+    if lean and recipe.execution(device_type).precision != "bfloat16":
+        yield "--lean has no effect in float32; add --precision bfloat16."
+    factor = recipe.schedule.factor(1, recipe.epochs)
+    if recipe.schedule.kind != "cosine" and factor < 1:
+        many = f"{recipe.epochs} epoch{'s' if recipe.epochs > 1 else ''}"
+        start = f"training starts at lr {factor * recipe.lr:g}"
+        yield f"With {many} this schedule never reaches the base rate; {start}."
 
 
 def _text(value: Any) -> str:

@@ -14,6 +14,7 @@ from dirprune.lab.console import (
     DeviceOption,
     Interruption,
     MinutesOption,
+    ModelOption,
     clear_errors,
     emit,
     is_terminal,
@@ -47,7 +48,7 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, help="Number of runs of every setting.")] = 1,
     epochs: Annotated[int | None, typer.Option(help="Length of every run.", show_default="the recipe's")] = None,
     lr: Annotated[float | None, typer.Option(help="Base learning rate.", show_default="the recipe's")] = None,
-    model: Annotated[str | None, typer.Option(help="Another network, or your own as package.module:name.")] = None,
+    model: ModelOption = None,
     minutes: MinutesOption = None,
     train: Annotated[
         bool,

@@ -274,29 +274,20 @@ def notes(found: Sequence[Ended]) -> list[str]:
     """Return what a reader of the table has to know besides: the budget of every method, and what went wrong."""
     epochs = max(each.row.epochs for each in found)
     costs = {each.row.method: known_as(each.row.method).cost for each in found}
-    return [
+    lines = [
         f"Every run had {epochs} epochs of the same minibatches, from the same weights for the same seed. Beside them:",
         *(f"  {name}: {cost}" for name, cost in costs.items()),
-        *(
-            [
-                "− dense: the difference to dense training of the same seeds, in points, ± its 95% confidence interval "
-                "over seeds; one that holds 0 does not tell the two apart."
-            ]
-            if "sgd" in costs
-            else []
-        ),
-        *(
-            ["Memory is reported on GPUs only: a process's memory on a CPU says little about a single run."]
-            if all(math.isnan(each.row.peak_memory_mib) for each in found)
-            else []
-        ),
-        *(
-            ["There is one seed: a few tenths of a point may be chance; --seeds 3 shows how much is."]
-            if len({each.row.seed for each in found}) == 1
-            else []
-        ),
-        *(f"{each.row.run} diverged: {each.row.diverged}" for each in found if each.row.diverged),
     ]
+    if "sgd" in costs:
+        lines.append(
+            "− dense: the difference to dense training of the same seeds, in points, ± its 95% confidence interval "
+            "over seeds; one that holds 0 does not tell the two apart."
+        )
+    if all(math.isnan(each.row.peak_memory_mib) for each in found):
+        lines.append("Memory is reported on GPUs only: a process's memory on a CPU says little about a single run.")
+    if len({each.row.seed for each in found}) == 1:
+        lines.append("There is one seed: a few tenths of a point may be chance; --seeds 3 shows how much is.")
+    return [*lines, *(f"{each.row.run} diverged: {each.row.diverged}" for each in found if each.row.diverged)]
 
 
 def _spread(mean: float, half: float) -> Spread:

@@ -240,6 +240,7 @@ RunDataOption = Annotated[
     typer.Option("--data", help="Folder of the data sets.", show_default="where the last session found them"),
 ]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest available.")]
+ModelOption = Annotated[str | None, typer.Option(help="Another network, or your own as package.module:name.")]
 KeepOption = Annotated[str | None, typer.Option(help="Epochs whose checkpoints are kept, e.g. 0,10,100.")]
 MinutesOption = Annotated[
     float | None, typer.Option(help="Save and stop after this many minutes.", show_default="no limit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -238,15 +239,24 @@ def _shared(run: Run | Callable[[], Run], process: Process) -> Run:
     return made or load(Path(folder))
 
 
+def _launcher(process: Process) -> tuple[str, str]:
+    """Return how to go on with as many processes, and what the command for it begins with."""
+    if process.world_size == 1:
+        return "Continue with", "dirprune"
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", process.world_size))
+    if here < process.world_size:  # which node this is, and how they meet, is for the user to say
+        return "Continue on every node, with torchrun's options as before", "torchrun … -m dirprune"
+    return "Continue with", f"torchrun --nproc-per-node {here} -m dirprune"
+
+
 def _conclude(run: Run, quiet: bool, is_new: bool, process: Process) -> bool:
     """Say where the run is, and what to do next; return whether it has ended."""
     if is_new and not run.begun:
         say("Stopped before the end of the first epoch; nothing is kept.")
         return False
     if run.saved < run.recipe.epochs:
-        several = process.world_size > 1
-        program = f"torchrun --nproc-per-node {process.world_size} -m dirprune" if several else "dirprune"
-        say(f"Stopped; saved up to epoch {run.saved} of {run.recipe.epochs}. Continue with:")
+        how, program = _launcher(process)
+        say(f"Stopped; saved up to epoch {run.saved} of {run.recipe.epochs}. {how}:")
         say(f"    {program} resume {shlex.quote(str(run.folder))}")
         return False
     if quiet:

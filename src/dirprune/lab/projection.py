@@ -12,11 +12,10 @@ from torch import Tensor
 
 from dirprune.direction import eigenspace_share
 from dirprune.lab import checkpoint
-from dirprune.lab.files import locked
 from dirprune.lab.progress import Progress
 from dirprune.lab.runs import Run, environment, parameters_of, weights_of
 from dirprune.lab.spectrum import Journal, Lanczos, Subject, leading_eigenpairs, subject
-from dirprune.lab.tables import merge_rows, read_rows, settle
+from dirprune.lab.tables import measuring, merge_rows, read_rows
 from dirprune.lanczos import Eigenpairs
 from dirprune.weights import flatten, take
 
@@ -99,8 +98,8 @@ def project(
         for run in (sgd, *grdas)
         for epoch in chosen
     }
-    with locked(out):
-        settle(out, {"sgd": sgd.folder.name, "k": k, **asdict(lanczos)}, environment(device), files=files)
+    settings = {"sgd": sgd.folder.name, "k": k, **asdict(lanczos)}
+    with measuring(out, settings, environment(device), files=files):
         bench: Subject | None = None
         known = {row.epoch for row in read_rows(out / "eigenvalues.csv", EigenvalueRow)}
         for epoch in chosen:

@@ -16,11 +16,10 @@ from dirprune.basis import inner
 from dirprune.curvature import hessian_diagonal
 from dirprune.direction import directional_prune, directional_score, lam_for_sparsity
 from dirprune.lab import checkpoint
-from dirprune.lab.files import locked
 from dirprune.lab.progress import Progress
 from dirprune.lab.runs import Run, environment, weights_of
 from dirprune.lab.spectrum import Journal, Lanczos, Subject, conv_precision, leading_eigenpairs, subject
-from dirprune.lab.tables import read_rows, settle, write_rows
+from dirprune.lab.tables import measuring, read_rows, write_rows
 from dirprune.lab.train import evaluate, recalibrate_batchnorm
 from dirprune.weights import flatten, put, take, unflatten
 
@@ -116,10 +115,7 @@ def score(
     settings = {"run": run.folder.name, "epoch": epoch, "samples": samples, "recalibrate": recalibrate}
     files = {f"epoch {epoch} of {run.folder.name}": checkpoint.checksum(run.checkpoints, epoch)}
     bench = subject(run.recipe, lanczos, device=device, root=root)
-    if ks[-1] > bench.hessian.size:
-        raise ValueError(f"k={ks[-1]}: the network has {bench.hessian.size:,} weights; give at most as many")
-    with locked(out):
-        settle(out, {**settings, **asdict(lanczos)}, environment(device), files=files)
+    with measuring(out, settings | asdict(lanczos), environment(device), files=files):
         bench.load(state)
         bench = yield from bench.ranked(lanczos, what="eigenpairs")
         yield from _prune_all(bench, state, out, ks, grid, samples, recalibrate, lanczos)

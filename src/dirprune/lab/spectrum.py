@@ -266,6 +266,8 @@ def leading_eigenpairs(
 
     Eigenvalues and residuals are those of ``judge``: the same matrix, in a precision to believe them in.
     """
+    if k > op.size:
+        raise ValueError(f"k={k}: the network has {op.size:,} weights; give at most as many")
     steps = lanczos_steps(op, k, tolerance=lanczos.tolerance, max_iterations=lanczos.max_iterations, seed=lanczos.seed)
     for step in steps:
         worst = float(step.bounds.max()) / step.scale if step.scale else 0.0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from dirprune.lab.files import LOCK, as_read, read_json, write_json, write_text
+from dirprune.lab.files import LOCK, as_read, locked, read_json, write_json, write_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 else:
     Row = TypeVar("Row")
 
+SETTINGS = "settings.json"
 _READERS: dict[Any, Callable[[str], Any]] = {
     int: int,
     float: float,
@@ -83,6 +85,32 @@ def merge_rows(path: Path, kind: type[Row], rows: Iterable[Row], *, key: Sequenc
     write_rows(path, kind, sorted(merged, key=known_by) if in_order else merged)
 
 
+@contextmanager
+def measuring(
+    folder: Path,
+    settings: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    *,
+    files: Mapping[str, str] | None = None,
+) -> Iterator[None]:
+    """Hold a folder of rows and `settle` how they are measured; if nothing is, nothing of it stays."""
+    with locked(folder):
+        settle(folder, settings, environment, files=files)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if not _holds_more(folder):
+                    for name in (SETTINGS, LOCK):
+                        (folder / name).unlink(missing_ok=True)
+                    folder.rmdir()
+
+
+def _holds_more(folder: Path) -> bool:
+    """Whether anything was measured: rows, or products that were kept. Settings without that bind nobody."""
+    return any(entry.name not in (SETTINGS, LOCK) for entry in folder.iterdir())
+
+
 def settle(
     folder: Path,
     settings: Mapping[str, Any],
@@ -101,12 +129,10 @@ def settle(
     Raises:
         OtherSettings: the folder was begun with other settings, or with other files of these names.
     """
-    path = folder / "settings.json"
+    path = folder / SETTINGS
     wanted = as_read(settings)
-    # Settings without anything measured bind nobody; products that were kept do as much as rows.
-    begun = path.exists() and any(entry.name not in (path.name, LOCK) for entry in folder.iterdir())
     noted: dict[str, Any] = {"settings": wanted, "sessions": []}
-    if begun:
+    if path.exists() and _holds_more(folder):
         noted |= read_json(path, dict, "give another --out, or delete the folder")
     differing = [key for key in wanted if noted["settings"].get(key) != wanted[key]]
     if differing:

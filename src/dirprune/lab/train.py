@@ -109,7 +109,6 @@ def train(
     device = example.device
     tally = Tally(len(train_set), device)
     parallel = process.parallel(model, device)
-    sizes = batch_sizes(train_set)
     if method is None:
         method = Method()
         method.attach(model, optimizer, steps=epochs * len(train_set), examples=train_set.examples)
@@ -119,7 +118,7 @@ def train(
     alone = parallel is model and method.trains_with == "grda"
     weights = lowered(model, optimizer, execution) if alone else nullcontext()
     with weights:
-        step = make_step(model, parallel, optimizer, tally, execution, example, sizes, method.penalty)
+        step = make_step(model, parallel, optimizer, tally, execution, example, batch_sizes(train_set), method.penalty)
         scoring = make_scoring(model, parallel, execution, device)
     rate = math.nan
     for epoch in range(done + 1, epochs + 1):
@@ -129,7 +128,8 @@ def train(
                 model.train()
                 tally.reset()
                 for i, (inputs, targets) in enumerate(train_set.epoch(epoch)):
-                    if rate != (rate := lr * schedule.factor(epoch, epochs, i / len(train_set))):
+                    before, rate = rate, lr * schedule.factor(epoch, epochs, i / len(train_set))
+                    if rate != before:
                         set_lr(optimizer, rate)
                     size = min(train_set.batch_size, train_set.examples - i * train_set.batch_size)
                     step(inputs, targets, scale=len(targets) * process.world_size / size)
