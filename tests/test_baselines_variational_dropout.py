@@ -153,7 +153,7 @@ def test_what_has_no_twin_stays_dense_and_alone_is_refused() -> None:
         "0.weight": False,
         "1.weight": True,
     }
-    with pytest.raises(ValueError, match="no linear or convolutional layer that can be noisy"):
+    with pytest.raises(ValueError, match="no linear or convolutional layer that noise can be added to"):
         VariationalDropout().attach(Own(2, 2), SGD(Own(2, 2).parameters(), lr=0.1), steps=1, examples=1)
 
 

@@ -118,7 +118,7 @@ def test_a_sweep_that_cannot_be_read_is_refused(text: str) -> None:
     ("options", "words"),
     [
         ({"methods": ("rigel",)}, "Did you mean 'rigl'"),
-        ({"methods": ()}, r"methods=\(\) names none to compare; take some of grda, sgd, rda"),
+        ({"methods": ()}, r"methods=\(\) names no method; choose from grda, sgd, rda"),
         ({"sweeps": {"grda": [1e-3]}}, "--sweep names grda, which is not among --methods"),
         ({"sparsities": (0.5, 1.5)}, "sparsity=1.5"),
         ({"seeds": 0}, "seeds=0"),
@@ -213,7 +213,7 @@ def test_what_is_named_twice_is_run_once() -> None:
 
 
 def test_another_knob_than_the_method_s_is_refused_by_its_name() -> None:
-    with pytest.raises(ValueError, match="what grda is swept over is c; write --sweep grda:c=VALUE,VALUE"):
+    with pytest.raises(ValueError, match="grda is swept over c; write --sweep grda:c=VALUE,VALUE"):
         trials.read_sweeps(["grda:foo=1"])
 
 

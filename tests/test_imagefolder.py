@@ -261,7 +261,7 @@ def test_wrong_folders_are_explained(tmp_path: Path) -> None:
     def attempt() -> None:
         load("imagenet", batch_size=4, seed=0, root=tmp_path, workers=0)
 
-    with pytest.raises(FileNotFoundError, match=r"no folder .*train; `--data` names the folder"):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*train; give --data the folder"):
         attempt()
     (tmp_path / "train").mkdir()
     with pytest.raises(ValueError, match="no class folders"):

@@ -101,7 +101,7 @@ def project(
         from dirprune.lab import plots, runs
         from dirprune.lab.direction_plots import projection_figure
         from dirprune.lab.follow import device_of
-        from dirprune.lab.projection import ProjectionRow
+        from dirprune.lab.projection import COLUMNS, ProjectionRow
         from dirprune.lab.projection import project as projecting
         from dirprune.lab.published.projection import shares
         from dirprune.lab.spectrum import Lanczos
@@ -133,12 +133,8 @@ def project(
         theirs = shares(sgd.recipe.data, sgd.recipe.model)
         figure = plots.save(projection_figure(measured, theirs), out / "projection.png")
         if is_terminal():
-            cells = [
-                (r.run, str(r.epoch), f"{r.share:.4f}", f"{r.random_level:.4f}", f"{r.residual:.1e}", _yes(r.converged))
-                for r in rows
-            ]
-            of = f"{rows[0].examples:,} training examples" if rows else ""
-            show(f"‖PΔ‖/‖Δ‖ on {of}", ("run", "epoch", "share", "random", "residual", "converged"), cells)
+            title = f"‖PΔ‖/‖Δ‖ on {rows[0].examples:,} training examples"
+            show(title, COLUMNS, [row.cells() for row in rows])
         say(f"Numbers: {out}; figure: {figure}")
 
 
@@ -167,7 +163,7 @@ def score(
         from dirprune.lab import plots, runs
         from dirprune.lab.direction_plots import score_figure
         from dirprune.lab.follow import device_of
-        from dirprune.lab.scoring import measured
+        from dirprune.lab.scoring import COLUMNS, measured
         from dirprune.lab.scoring import score as scoring
         from dirprune.lab.spectrum import Lanczos
 
@@ -189,19 +185,7 @@ def score(
         rows = measured(out)  # with those of earlier commands
         figure = plots.save(score_figure(rows), out / "score.png")
         if is_terminal():
-            cells = [
-                (
-                    r.method,
-                    _k(r),
-                    f"{r.lam:.3g}",
-                    f"{100 * r.sparsity:.1f}",
-                    f"{r.train_loss:.4g}",
-                    f"{r.test_accuracy:.2f}",
-                )
-                for r in rows
-            ]
-            columns = ("method", "k", "λ", "sparsity (%)", "train loss", "test accuracy (%)")
-            show("Pruned without retraining", columns, cells)
+            show("Pruned without retraining", COLUMNS, [row.cells() for row in rows])
             of_others = "for the other methods, the largest |w| or saliency pruned"
             say(f"λ: path parameter for directional pruning; {of_others}.")
         say(f"Numbers: {out}; figure: {figure}")
@@ -314,12 +298,3 @@ def _drive(verb: str, steps: Any, interruption: Interruption, *, after: str = "p
 def _tell_precision(precision: str, device: str) -> None:
     if precision == "tf32" and device != "cuda":
         say("tf32 needs a GPU; using float32 here.")
-
-
-def _yes(flag: bool) -> str:
-    return "yes" if flag else "no"
-
-
-def _k(row: Any) -> str:
-    """Return how many eigenvectors a row of `score` knows; its other methods know of none."""
-    return str(row.k) if row.method == "directional" else NOTHING

@@ -275,18 +275,18 @@ def notes(found: Sequence[Ended]) -> list[str]:
     epochs = max(each.row.epochs for each in found)
     costs = {each.row.method: known_as(each.row.method).cost for each in found}
     lines = [
-        f"Every run had {epochs} epochs of the same minibatches, from the same weights for the same seed. Beside them:",
+        f"Every run had {epochs} epochs of the same minibatches, from the same weights for the same seed. In addition:",
         *(f"  {name}: {cost}" for name, cost in costs.items()),
     ]
     if "sgd" in costs:
         lines.append(
             "− dense: the difference to dense training of the same seeds, in points, ± its 95% confidence interval "
-            "over seeds; one that holds 0 does not tell the two apart."
+            "over seeds; an interval that contains 0 does not distinguish the two."
         )
     if all(math.isnan(each.row.peak_memory_mib) for each in found):
         lines.append("Memory is reported on GPUs only: a process's memory on a CPU says little about a single run.")
     if len({each.row.seed for each in found}) == 1:
-        lines.append("There is one seed: a few tenths of a point may be chance; --seeds 3 shows how much is.")
+        lines.append("There is only one seed: a few tenths of a point may be chance; --seeds 3 shows how much.")
     return [*lines, *(f"{each.row.run} diverged: {each.row.diverged}" for each in found if each.row.diverged)]
 
 

@@ -47,10 +47,12 @@ class Images:
 def find_images(folder: Path) -> Images:
     """Lists folder/CLASS/IMAGE, classes and images in sorted order."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"imagenet: no folder {folder}; `--data` names the folder that holds train/ and val/")
+        raise FileNotFoundError(
+            f"imagenet: there is no folder {folder}; give --data the folder that contains train/ and val/"
+        )
     classes = tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()))
     if not classes:
-        raise ValueError(f"{folder}: no class folders; it must hold one folder of images a class")
+        raise ValueError(f"{folder}: no class folders; it must contain one folder of images per class")
     paths: list[str] = []
     counts = []
     for name in classes:
@@ -69,8 +71,8 @@ def find_imagenet(root: Path) -> tuple[Images, Images]:
     differing = sorted(set(train.classes) ^ set(test.classes))
     if differing:
         raise ValueError(
-            f"{root}: train/ and val/ must hold the same class folders, but {len(differing)} are in only one of them: "
-            f"{', '.join(differing[:5])}{', ...' if len(differing) > 5 else ''}"
+            f"{root}: train/ and val/ must contain the same class folders, but {len(differing)} are in only one of "
+            f"them: {', '.join(differing[:5])}{', ...' if len(differing) > 5 else ''}"
         )
     return train, test
 

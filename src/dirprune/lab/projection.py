@@ -52,6 +52,14 @@ class ProjectionRow:
     converged: bool
     examples: int
 
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text, by `COLUMNS`."""
+        numbers = (f"{self.share:.4f}", f"{self.random_level:.4f}", f"{self.residual:.1e}")
+        return (self.run, str(self.epoch), *numbers, "yes" if self.converged else "no")
+
+
+COLUMNS = ("run", "epoch", "share", "random", "residual", "converged")
+
 
 @dataclass(frozen=True)
 class EigenvalueRow:

@@ -16,6 +16,7 @@ from dirprune.basis import inner
 from dirprune.curvature import hessian_diagonal
 from dirprune.direction import directional_prune, directional_score, lam_for_sparsity
 from dirprune.lab import checkpoint
+from dirprune.lab.console import NOTHING
 from dirprune.lab.progress import Progress
 from dirprune.lab.runs import Run, environment, weights_of
 from dirprune.lab.spectrum import Journal, Lanczos, Subject, conv_precision, leading_eigenpairs, subject
@@ -58,6 +59,15 @@ class ScoreRow:
     train_accuracy: float
     test_loss: float
     test_accuracy: float
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text, by `COLUMNS`; methods other than directional pruning know of no eigenvectors."""
+        k = str(self.k) if self.method == "directional" else NOTHING
+        numbers = (f"{100 * self.sparsity:.1f}", f"{self.train_loss:.4g}", f"{self.test_accuracy:.2f}")
+        return (self.method, k, f"{self.lam:.3g}", *numbers)
+
+
+COLUMNS = ("method", "k", "λ", "sparsity (%)", "train loss", "test accuracy (%)")
 
 
 @dataclass(frozen=True)

@@ -136,26 +136,13 @@ def train(
                     method.after_step((epoch - 1) * len(train_set) + i + 1)
                     if (i + 1) % CHECK_EVERY == 0:
                         _check(tally, epoch, i + 1, process)
-            loss, accuracy = _summarise(tally, train_set, epoch, process)
+            training = _summarise(tally, train_set, epoch, process)
             trained = time.perf_counter()
             process.share_buffers(model)
-            score = evaluate(model, test_set, scoring=scoring, process=process)
-        if not math.isfinite(score.loss):  # the last update broke weights that no training loss has seen yet
-            raise Divergence(epoch, len(train_set), score.loss, which="test")
-        zeros = method.sparsity()
-        yield EpochRecord(
-            epoch=epoch,
-            lr=rate,
-            train_loss=loss,
-            train_accuracy=accuracy,
-            test_loss=score.loss,
-            test_accuracy=score.accuracy,
-            sparsity=zeros.fraction,
-            weight_sparsity=zeros.weight_fraction,
-            norm_ratio=norm_ratio(method.weights().values()),
-            train_seconds=trained - start,
-            test_seconds=time.perf_counter() - trained,
-        )
+            test = evaluate(model, test_set, scoring=scoring, process=process)
+        if not math.isfinite(test.loss):  # the last update broke weights that no training loss has seen yet
+            raise Divergence(epoch, len(train_set), test.loss, which="test")
+        yield _record(epoch, rate, training, test, method, start, trained)
 
 
 @torch.no_grad()
@@ -221,11 +208,31 @@ def _check(tally: Tally, epoch: int, steps: int, process: Process) -> None:
             raise Divergence(epoch, number, loss)
 
 
-def _summarise(tally: Tally, loader: Loader, epoch: int, process: Process) -> tuple[float, float]:
+def _record(
+    epoch: int, lr: float, training: Score, test: Score, method: Method, start: float, trained: float
+) -> EpochRecord:
+    """Return what an epoch gave that began at ``start``, and at ``trained`` had its last step behind it."""
+    zeros = method.sparsity()
+    return EpochRecord(
+        epoch=epoch,
+        lr=lr,
+        train_loss=training.loss,
+        train_accuracy=training.accuracy,
+        test_loss=test.loss,
+        test_accuracy=test.accuracy,
+        sparsity=zeros.fraction,
+        weight_sparsity=zeros.weight_fraction,
+        norm_ratio=norm_ratio(method.weights().values()),
+        train_seconds=trained - start,
+        test_seconds=time.perf_counter() - trained,
+    )
+
+
+def _summarise(tally: Tally, loader: Loader, epoch: int, process: Process) -> Score:
     """Return the epoch's mean loss and accuracy over all processes, weighing every example alike."""
     batching = Batching(loader.batch_size, seed=0, rank=process.rank, world_size=process.world_size)
     shares = torch.tensor(batching.sizes(loader.examples), dtype=torch.float64)
     _check(tally, epoch, len(loader), process)
     losses, correct = tally.losses.cpu().double() * shares, tally.correct.cpu().double()
     loss, right = process.sum(torch.stack([losses.sum(), correct.sum()])).tolist()
-    return loss / loader.examples, 100 * right / loader.examples
+    return Score(loss / loader.examples, 100 * right / loader.examples)

@@ -66,52 +66,52 @@ class Contestant:
 
 
 _CONTESTANTS = (
-    Contestant("grda", "gRDA", "grda", "one more vector of weights, the accumulator"),
-    Contestant("sgd", "SGD (dense)", "sgd", "nothing: it prunes nothing"),
-    Contestant("rda", "RDA (ℓ₁)", "rda", "one more vector of weights, the accumulator"),
-    Contestant("magnitude", "magnitude", "magnitude", "a sort of each layer's weights every 100 steps or less"),
+    Contestant("grda", "gRDA", "grda", "one more copy of the weights, the accumulator"),
+    Contestant("sgd", "SGD (dense)", "sgd", "nothing: it does not prune"),
+    Contestant("rda", "RDA (ℓ₁)", "rda", "one more copy of the weights, the accumulator"),
+    Contestant("magnitude", "magnitude", "magnitude", "sorting each layer's weights, every 100 steps or more often"),
     Contestant(
         "magnitude-global",
         "magnitude, global",
         "magnitude",
-        "a sort of all weights every 100 steps or less",
+        "sorting all weights, every 100 steps or more often",
         options=(("allocation", "global"),),
     ),
     Contestant(
         "magnitude-one-shot",
         "magnitude, one-shot",
         "magnitude",
-        "nothing: dense for the first half of the epochs, pruned at once, fine-tuned for the second half",
+        "nothing: it trains densely for the first half of the epochs, prunes once and fine-tunes for the second half",
         options=(("allocation", "global"), ("start", 0.5), ("end", 0.5)),
     ),
     Contestant(
         "variational-dropout",
         "variational dropout",
         "variational-dropout",
-        "twice the parameters, and a second product in every layer",
+        "twice the parameters, and a second product per layer",
     ),
     Contestant(
         "rigl",
         "RigL",
         "rigl",
-        "two sorts of each layer every 100 steps or less; its first weights are divided by √density where nothing "
-        "normalises",
+        "sorting each layer's weights twice, every 100 steps or more often; its first weights are divided by √density "
+        "in networks without normalisation",
     ),
     Contestant(
         "rigl-rescaled",
         "RigL, rescaled",
         "rigl",
-        "two sorts of each layer every 100 steps or less; its first weights are divided by √density",
+        "sorting each layer's weights twice, every 100 steps or more often; its first weights are divided by √density",
         options=(("rescale", True),),
     ),
     Contestant(
         "amc",
         "AMC",
         "amc",
-        "4 searches of 100 evaluations each: dense for the first half of the epochs, pruned in four stages up to three "
-        "quarters of them, fine-tuned for the rest",
+        "4 searches of 100 evaluations each: it trains densely for the first half of the epochs, prunes in four stages "
+        "until three quarters of them and fine-tunes for the rest",
     ),
-    Contestant("str", "STR", "str", "one more parameter a layer, and a threshold in every forward pass"),
+    Contestant("str", "STR", "str", "one more parameter per layer, and a threshold in every forward pass"),
 )
 CONTESTANTS: Mapping[str, Contestant] = {each.name: each for each in _CONTESTANTS}
 DEFAULT = tuple(baselines.METHODS)
@@ -202,7 +202,7 @@ def plan(
     sweeps = sweeps or {}
     chosen = [contestant(name) for name in dict.fromkeys(methods)]
     if not chosen:
-        raise ValueError(f"methods={methods!r} names none to compare; take some of {', '.join(CONTESTANTS)}")
+        raise ValueError(f"methods={methods!r} names no method; choose from {', '.join(CONTESTANTS)}")
     if idle := sorted(set(sweeps) - {each.name for each in chosen}):
         raise ValueError(
             f"--sweep names {idle[0]}, which is not among --methods {','.join(e.name for e in chosen)}; add it"
@@ -309,14 +309,14 @@ def read_sweeps(texts: Iterable[str]) -> dict[str, list[float]]:
         knob, _, values = rest.partition("=")
         expected = contestant(name).knob
         if expected is None:
-            raise ValueError(f"--sweep {text!r}: {name} has nothing to sweep")
+            raise ValueError(f"--sweep {text!r}: {name} has no option to sweep")
         try:
             sweeps[name] = list(dict.fromkeys(float(value) for value in values.split(",")))
         except ValueError:
             sweeps[name] = []
         if knob != expected or not sweeps[name]:
             raise ValueError(
-                f"--sweep {text!r} cannot be read: what {name} is swept over is {expected}; write "
+                f"--sweep {text!r} cannot be read: {name} is swept over {expected}; write "
                 f"--sweep {name}:{expected}=VALUE,VALUE…"
             )
     return sweeps

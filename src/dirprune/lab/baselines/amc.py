@@ -228,4 +228,4 @@ class Amc(Masked):
 def _check_reachable(sparsity: float, most: float) -> None:
     """Raise unless layers of at most this sparsity can be so sparse together."""
     if not check_sparsity(sparsity) <= check_sparsity(most, "most"):
-        raise ValueError(f"sparsity={sparsity} cannot be met with layers of at most most={most}; raise most")
+        raise ValueError(f"sparsity={sparsity} cannot be reached with at most most={most} in each layer; raise most")

@@ -89,7 +89,7 @@ class Magnitude(Masked):
         if allocation not in ALLOCATIONS:
             raise ValueError(f"allocation={allocation!r} is not known; take one of {', '.join(ALLOCATIONS)}")
         if not check_fraction(start, "start") <= check_fraction(end, "end"):
-            raise ValueError(f"start={start} lies after end={end}; pruning must begin before it is complete")
+            raise ValueError(f"start={start} is later than end={end}; pruning must begin before it ends")
         if every is not None and every < 1:
             raise ValueError(f"every={every}: give the steps between masks, at least 1")
         self.final = sparsity

@@ -68,7 +68,7 @@ class Method:
     def check_attached(self, model: nn.Module) -> None:
         """Raise a ValueError unless this method is attached to the model."""
         if getattr(self, "model", None) is not model:
-            raise ValueError(f"method={self.name} is not attached to this model; call its attach before training")
+            raise ValueError(f"method={self.name} is not attached to this model; call attach before training")
 
     def penalty(self) -> Tensor | None:
         """Return what is added to the loss in a step."""
@@ -102,7 +102,9 @@ class Method:
         """Put back a saved state; in place, where a recorded step reads it."""
         own = self.state_dict()
         if own.keys() != state.keys():
-            raise ValueError(f"state has {sorted(state)}, and {self.name} needs {sorted(own)}; attach as when saving")
+            raise ValueError(
+                f"state has {sorted(state)}, and {self.name} needs {sorted(own)}; attach it as when it was saved"
+            )
         for key, tensor in own.items():
             tensor.copy_(state[key])
 
@@ -167,7 +169,7 @@ def check_sparsity(value: float, argument: str = "sparsity") -> float:
 
 
 def check_fraction(value: float, argument: str) -> float:
-    """Return the value if it is a place in training."""
+    """Return the value if it is a point in training."""
     if not 0 <= value <= 1:
-        raise ValueError(f"{argument}={value} is not a place in training; give the fraction of it, in [0, 1]")
+        raise ValueError(f"{argument}={value} is not a point in training; give a fraction of it, in [0, 1]")
     return value

@@ -46,6 +46,8 @@ class Rda(Grda):
         for group in optimizer.param_groups:
             rate = float(group["lr"]) / (1 - group["momentum"])
             if rate <= 0:
-                raise ValueError(f"lr={float(group['lr'])} gives no c = λ/√γ; make the optimizer with its base rate")
+                raise ValueError(
+                    f"lr={float(group['lr'])} gives no c = λ/√γ; create the optimizer with its base learning rate"
+                )
             if group["c"] > 0:  # 0 exempts
                 group["c"] = self.lam / math.sqrt(rate)

@@ -76,7 +76,7 @@ class Str(Reparametrised):
                 parametrize.register_parametrization(module, attribute, map_)
             self.thresholded.append((weight, map_))
         if not self.thresholded:
-            raise ValueError("model has recurrent layers alone, which STR cannot prune; take another method")
+            raise ValueError("model has only recurrent layers, which STR cannot prune; use another method")
         self.train_besides([map_.s for _, map_ in self.thresholded], weight_decay=self.decay)
 
     def replaced(self) -> list[tuple[Weight, Tensor]]:

@@ -150,7 +150,7 @@ class VariationalDropout(Reparametrised):
         if not math.isfinite(start):
             raise ValueError(f"start={start} is not a log σ²; give a finite number, e.g. -10")
         if not 0 < pace < math.inf:
-            raise ValueError(f"pace={pace} moves nothing; give a finite number > 0, e.g. 0.1")
+            raise ValueError(f"pace={pace} cannot be used; give a finite number > 0, e.g. 0.1")
         self.beta = beta
         self.anneal = anneal
         self.start = start
@@ -170,7 +170,9 @@ class VariationalDropout(Reparametrised):
                 rho = nn.Parameter(torch.full_like(weight.parameter, self.start / scale))
                 self.noisy.append((weight, [make_variational(layer, rho, scale=scale) for layer in layers]))
         if not self.noisy:
-            raise ValueError("model has no linear or convolutional layer that can be noisy; take another method")
+            raise ValueError(
+                "model has no linear or convolutional layer that noise can be added to; use another method"
+            )
         rhos = [layers[0].rho for _, layers in self.noisy]
         self.train_besides(rhos, weight_decay=0.0)
         self._share = torch.zeros((), device=rhos[0].device)  # on the device, where a recorded step reads it
