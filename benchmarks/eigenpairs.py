@@ -12,7 +12,6 @@ With --precision bfloat16 all rows run in mixed precision, but curvlinops', whic
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from turns import turns
 
 from dirprune.curvature import HessianOperator, top_eigenpairs
 from dirprune.lab.models.vgg import vgg16
@@ -60,18 +60,6 @@ def convnet() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {"small": convnet, "vgg16": vgg16, "wrn28x10": wide_resnet}
 
 
-def seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median time of a call, after one to warm up."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
-
-
 def curvlinops_product(
     model: nn.Module, loss_fn: nn.Module, batches: list[tuple[Tensor, Tensor]], vector: Tensor
 ) -> Callable[[], Tensor]:
@@ -90,7 +78,7 @@ def measure(
     compiled: bool,
     autocast: torch.dtype | None,
 ) -> dict[str, float]:
-    """Return the seconds of each way to a gradient or a product."""
+    """Return the milliseconds of each way to a gradient or a product."""
     loss_fn, parameters = nn.CrossEntropyLoss(), list(model.parameters())
     op = HessianOperator(model, loss_fn, batches, autocast=autocast)
     gauss_newton = HessianOperator(model, loss_fn, batches, kind="gauss-newton", autocast=autocast)
@@ -102,11 +90,12 @@ def measure(
                 outputs = model(inputs)
             torch.autograd.grad(loss_fn(outputs.float(), targets), parameters)
 
-    rows = {
-        "forward + backward": seconds(gradient, device, repeats),
-        "dirprune, one vector": seconds(lambda: op @ vector, device, repeats),
-        f"dirprune, a vector in a block of {BLOCK}": seconds(lambda: op @ block, device, repeats) / BLOCK,
-        "dirprune, Gauss-Newton": seconds(lambda: gauss_newton @ vector, device, repeats),
+    in_a_block = f"dirprune, a vector in a block of {BLOCK}"
+    works: dict[str, Callable[[], object]] = {
+        "forward + backward": gradient,
+        "dirprune, one vector": lambda: op @ vector,
+        in_a_block: lambda: op @ block,
+        "dirprune, Gauss-Newton": lambda: gauss_newton @ vector,
     }
     products = [op @ vector]
     if compiled:
@@ -114,14 +103,15 @@ def measure(
         start = time.perf_counter()
         products.append(fast @ vector)
         print(f"compiled in {time.perf_counter() - start:.0f} s")
-        rows["dirprune, compiled"] = seconds(lambda: fast @ vector, device, repeats)
+        works["dirprune, compiled"] = lambda: fast @ vector
     if find_spec("curvlinops"):
         other = curvlinops_product(model, loss_fn, batches, vector)
-        rows["curvlinops, one vector"] = seconds(other, device, repeats)
+        works["curvlinops, one vector"] = other
         products.append(other())
     for product in products[1:]:
         assert float((product - products[0]).norm()) < 0.1 * float(products[0].norm()), "the products differ"
-    return rows
+    times = turns(works, rounds=repeats)
+    return {**times, in_a_block: times[in_a_block] / BLOCK}
 
 
 def main() -> None:
@@ -159,11 +149,11 @@ def main() -> None:
     )
     print(f"{'':40} {'ms':>9} {'ratio':>7}")
     for name, value in rows.items():
-        print(f"{name:40} {1000 * value:9.1f} {value / base:7.2f}")
+        print(f"{name:40} {value:9.1f} {value / base:7.2f}")
     if options.out:
         work = (options.model, options.batch, options.batches, options.precision)
         here = (where["device"], where["threads"], where["torch"], where["commit"])
-        lines = [Row(*work, name, 1000 * value, value / base, *here) for name, value in rows.items()]
+        lines = [Row(*work, name, value, value / base, *here) for name, value in rows.items()]
         merge_rows(options.out, Row, lines, key=["model", "batch", "batches", "precision", "hardware", "threads"])
     if device.type == "cuda":
         print(f"most memory: {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")

@@ -8,15 +8,14 @@ a second for each way in one process (the median of the repeats, which alternate
 
 import argparse
 import random
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
+from turns import turns
 
 from dirprune.lab.imagefolder import SIZE, ImageFolderLoader, centre_box, find_images, random_box, read_image
 from dirprune.lab.loader import IMAGENET_STATISTICS, Batching
@@ -49,24 +48,15 @@ def read_plainly(path: str, chance: random.Random | None) -> np.ndarray[tuple[in
     return pixels[:, ::-1] if chance and chance.random() < 0.5 else pixels
 
 
-def rate(work: Callable[[], int]) -> float:
-    """Images a second of one run."""
-    start = time.perf_counter()
-    return work() / (time.perf_counter() - start)
-
-
 def compare(paths: tuple[str, ...], augment: bool, repeats: int) -> tuple[float, float]:
     """Images a second of the plain way and of the fast one, with the same crops."""
 
-    def run(read: Callable[[str, random.Random | None], object]) -> int:
+    def run(read: Callable[[str, random.Random | None], object]) -> None:
         for number, path in enumerate(paths):
             read(path, random.Random(number) if augment else None)
-        return len(paths)
 
-    run(read_plainly)  # so that both find the files in memory
-    pairs = [(rate(lambda: run(read_plainly)), rate(lambda: run(read_image))) for _ in range(repeats)]
-    plain, fast = zip(*pairs, strict=True)
-    return statistics.median(plain), statistics.median(fast)
+    ms = turns({"plain": lambda: run(read_plainly), "fast": lambda: run(read_image)}, rounds=repeats)
+    return 1e3 * len(paths) / ms["plain"], 1e3 * len(paths) / ms["fast"]
 
 
 def report(label: str, root: Path, repeats: int, workers: int) -> None:
@@ -78,7 +68,8 @@ def report(label: str, root: Path, repeats: int, workers: int) -> None:
     train = ImageFolderLoader(
         often, Batching(16, seed=0), IMAGENET_STATISTICS, torch.device("cpu"), workers, augment=True
     )
-    speed = statistics.median(rate(lambda: sum(len(y) for _, y in train.epoch(0))) for _ in range(repeats))
+    ms = turns({"loader": lambda: sum(len(targets) for _, targets in train.epoch(0))}, rounds=repeats)
+    speed = 1e3 * len(often.paths) / ms["loader"]
     print(f"{label:>10}  loader with {workers} workers, start-up included: {speed:.0f} images/s", flush=True)
 
 

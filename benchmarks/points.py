@@ -11,14 +11,13 @@ plain ways are timed, by default on a small network for digits and few images.
 """
 
 import argparse
-import statistics
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from turns import turns
 
 from dirprune.batches import Batch
 from dirprune.connect import BezierCurve, fit_curve
@@ -64,10 +63,10 @@ def synthetic(images: int, shape: tuple[int, ...], batch: int, device: str) -> L
     return SimpleNamespace(train=Batches(batches[:cut]), test=batches[cut:])
 
 
-def seconds(evaluator: Evaluator, weights: Weights) -> float:
-    began = time.perf_counter()
-    evaluator(weights)  # returns numbers, so that the device has finished
-    return time.perf_counter() - began
+def point_by_point(evaluator: Evaluator, points: list[Weights]) -> Callable[[], object]:
+    """Return what measures the next point whenever it is called."""
+    following = iter(points)
+    return lambda: evaluator(next(following))
 
 
 def main() -> None:
@@ -96,18 +95,14 @@ def main() -> None:
         name: Evaluator(model, loaders, autocast=autocast, channels_last=options.channels_last, **how)
         for name, how in fast.items()
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for i in range(options.points + 1):
-        weights = curve.point(i / options.points)
-        for name, evaluator in ways.items():
-            times[name].append(seconds(evaluator, weights))
+    points = [curve.point(i / options.points) for i in range(options.points + 1)]
+    medians = turns({name: point_by_point(way, points) for name, way in ways.items()}, rounds=options.points)
 
     where = environment(torch.device(device))
     print(
         f"{options.model}, {options.images} images, batch {options.batch}, {where['device']}, "
         f"{where['threads']} threads, torch {where['torch']}"
     )
-    medians = {name: statistics.median(measured[1:]) for name, measured in times.items()}
     rows = []
     for name, how in fast.items():
         fit = fit_curve(
@@ -121,7 +116,7 @@ def main() -> None:
             **how,
         )
         fastest = 1000 * min([record.seconds for record in fit][1:]) / len(list(loaders.train))
-        rate, ratio = 1 / medians[name], medians["plain"] / medians[name]
+        rate, ratio = 1e3 / medians[name], medians["plain"] / medians[name]
         print(f"{name:>9}: {rate:8.3f} points a second, {ratio:.2f} × plain; {fastest:.3f} ms a step of the fit")
         work = (
             options.model,
