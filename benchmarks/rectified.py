@@ -31,7 +31,7 @@ from turns import turns
 from dirprune.graphs import record
 from dirprune.lab import bench, data, recipes
 from dirprune.lab.data import Batch, Loaders, Synthetic
-from dirprune.lab.models import normalized, rectified_ops
+from dirprune.lab.models import rectified, rectified_ops
 from dirprune.lab.models import rectified_kernels as kernels
 from dirprune.lab.models.rectified_kernels import Tile
 from dirprune.lab.runs import environment
@@ -203,7 +203,7 @@ def trainer(form: str) -> bench._Trainer:
     """Return the network, its step captured and its evaluation too."""
     workload = bench.WORKLOADS[NETWORK]
     recipe = recipes.get(workload.recipe)
-    without = mock.patch.object(normalized, "find_spec", return_value=None)
+    without = mock.patch.object(rectified, "find_spec", return_value=None)
     with without if form == "plain" else nullcontext():
         made = bench._Trainer(recipe, *images(workload, recipe.batch_size), DEVICE)
         say(f"{form}: step captured")

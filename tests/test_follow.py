@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from test_cli import call
 
-from dirprune.lab import checkpoint, cli, experiment, follow, recipes, runs
+from dirprune.lab import checkpoint, experiment, follow, recipes, runs
 from dirprune.lab.processes import Process
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -58,13 +58,6 @@ def early(num_classes):
 """
 # 1438 examples in batches of 256: 6 steps an epoch.
 SHORT = ("train", "digits", "--batch-size", 256, "--epochs", 4, "--out", "run")
-
-
-def call(*words: object) -> Result:
-    result = CliRunner().invoke(cli.app, [str(word) for word in words])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def state(folder: Path, epoch: int) -> dict[str, torch.Tensor]:

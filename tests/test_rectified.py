@@ -27,7 +27,7 @@ from dirprune.batchnorm import batchnorms, estimate_statistics
 from dirprune.lab import models
 from dirprune.lab.execution import Execution
 from dirprune.lab.lean import Lean
-from dirprune.lab.models import normalized
+from dirprune.lab.models import rectified
 from dirprune.lab.models import rectified_kernels as kernels
 from dirprune.lab.models import rectified_ops as ops
 
@@ -69,8 +69,8 @@ def _many(request: pytest.FixtureRequest, _kernels: None, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def _allowed(_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As inside `normalized.kernels`, which on a CPU allows nothing."""
-    monkeypatch.setattr(normalized, "_ops", ops)
+    """As inside `rectified.kernels`, which on a CPU allows nothing."""
+    monkeypatch.setattr(rectified, "_ops", ops)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,7 +215,7 @@ def plain_rectified(convolution: nn.Module, norm: nn.Module, inputs: Tensor) -> 
     return F.relu(norm(convolution(inputs)))
 
 
-def plain_summed(branches: normalized.Branches, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def plain_summed(branches: rectified.Branches, norm: nn.Module) -> tuple[Tensor, Tensor]:
     total = sum(layer(inputs) for layer, inputs in branches)
     return total, F.relu(norm(total))
 
@@ -262,7 +262,7 @@ def test_any_layers_compiled_are_the_layers_themselves(options: dict[str, Any]) 
     if "watched" in options:
         layers[2].register_forward_hook(lambda module, inputs, outputs: outputs + 1)
     same, x = deepcopy(layers), tensor(4, 4, 7, 6)
-    candidate = compiled(lambda: block(same, x, normalized.rectified, normalized.summed))
+    candidate = compiled(lambda: block(same, x, rectified.rectified, rectified.summed))
     with torch.set_grad_enabled(training):
         for _ in range(3):
             expected, result = block(layers, x, plain_rectified, plain_summed), candidate()
@@ -283,7 +283,7 @@ def test_a_norm_with_a_forward_of_its_own_keeps_it() -> None:
 
     convolution, norm = nn.Conv2d(1, 2, 3).to(DEVICE), Doubled(2).to(DEVICE)
     x = tensor(4, 1, 8, 8, dtype=torch.float32)
-    result = compiled(lambda: normalized.rectified(convolution, norm, x))()
+    result = compiled(lambda: rectified.rectified(convolution, norm, x))()
     torch.testing.assert_close(result, F.relu(norm(convolution(x))))
 
 
@@ -291,7 +291,7 @@ def test_a_norm_with_a_forward_of_its_own_keeps_it() -> None:
 def test_the_bias_before_a_norm_has_a_gradient_and_it_is_zero() -> None:
     convolution, norm = nn.Conv2d(2, 3, 3).to(DEVICE), nn.BatchNorm2d(3).to(DEVICE)
     x = tensor(2, 2, 5, 5, dtype=torch.float32)
-    compiled(lambda: normalized.rectified(convolution, norm, x))().square().sum().backward()
+    compiled(lambda: rectified.rectified(convolution, norm, x))().square().sum().backward()
     assert convolution.bias is not None
     assert convolution.bias.grad is not None
     assert not convolution.bias.grad.any()
@@ -363,17 +363,17 @@ def test_kernels_are_used_where_they_are_allowed(training: bool, monkeypatch: py
         assert rectifying(model, images) == 7
         other = deepcopy(model).to(memory_format=torch.contiguous_format)
         assert rectifying(other, images.contiguous()) == 0
-        monkeypatch.setattr(normalized, "_ops", None)
+        monkeypatch.setattr(rectified, "_ops", None)
         assert rectifying(model, images) == 0
 
 
 def test_only_what_an_execution_compiles_may_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    seen = Execution(compile=True).compiled(lambda x: (x, normalized._ops))
+    seen = Execution(compile=True).compiled(lambda x: (x, rectified._ops))
     assert seen(1) == (1, ops)
-    assert Execution().compiled(lambda: normalized._ops)() is None
-    assert normalized._ops is None
+    assert Execution().compiled(lambda: rectified._ops)() is None
+    assert rectified._ops is None
 
 
 @pytest.mark.usefixtures("_room", "_allowed")
@@ -381,7 +381,7 @@ def test_what_is_compiled_changes_hands_with_the_permission(monkeypatch: pytest.
     graphs: Graphs = []
     forward = watched(network(torch.float32), graphs)
     for permission in (None, ops, None, ops):
-        monkeypatch.setattr(normalized, "_ops", permission)
+        monkeypatch.setattr(rectified, "_ops", permission)
         forward(tensor(2, 3, 32, 32, dtype=torch.float32, grad=False))
     assert [sum("rectify" in name for name in graph) for graph in graphs] == [0, 7]
 
@@ -401,7 +401,7 @@ def test_a_norm_that_is_folded_into_its_convolution(options: dict[str, Any]) -> 
     exact[0].weight.data = layers[0].weight.to(torch.bfloat16).double()
     graphs: Graphs = []
     with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16):
-        folded = watched(lambda x: normalized.rectified(*layers, x), graphs)(x)
+        folded = watched(lambda x: rectified.rectified(*layers, x), graphs)(x)
     with torch.no_grad():
         expected = plain_rectified(*exact, x.double())
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -459,7 +459,7 @@ def test_what_is_folded_is_rounded_first_by_inductor_too() -> None:
     layers = nn.ModuleList([convolution, norm]).to(DEVICE, memory_format=torch.channels_last).eval()
     x = tensor(2, 4, 8, 8, dtype=torch.bfloat16, grad=False)
     with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16):
-        result = torch.compile(lambda x: normalized.rectified(*layers, x), dynamic=False)(x)
+        result = torch.compile(lambda x: rectified.rectified(*layers, x), dynamic=False)(x)
     assert (result == 1).all()
 
 

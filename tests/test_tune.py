@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from test_cli import call
 
 from dirprune import GRDA
-from dirprune.lab import cli, data, experiment, runs, tune
+from dirprune.lab import data, experiment, runs, tune
 from dirprune.lab.recipes import Recipe, get
 from dirprune.lab.train import Divergence, EpochRecord, train
 from dirprune.lab.tune import Trial, choose
@@ -182,13 +182,6 @@ def test_grda_that_diverges_in_training_fails(monkeypatch: pytest.MonkeyPatch) -
 
 
 # The command
-
-
-def call(*words: object) -> Result:
-    result = CliRunner().invoke(cli.app, [str(word) for word in words])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 @pytest.fixture

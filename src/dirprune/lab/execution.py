@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from dirprune.graphs import Captured, record
-from dirprune.lab.models import normalized
+from dirprune.lab.models import rectified
 
 PRECISIONS = ("float32", "bfloat16")
 
@@ -87,7 +87,7 @@ class Execution:
         """Return a model or function, or what `torch.compile` makes of it; each batch shape is compiled for itself."""
         if not self.compile:
             return function
-        compiled: Any = normalized.kernels()(torch.compile(function, dynamic=False))
+        compiled: Any = rectified.kernels()(torch.compile(function, dynamic=False))
         return compiled  # type: ignore[no-any-return]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dirprune.lab.models.normalized import Branches, rectified, summed
+from dirprune.lab.models.rectified import Branches, rectified, summed
 
 
 class WideBlock(nn.Module):
