@@ -26,15 +26,8 @@ TESTED_ON = ("test", "validation", "test or validation")
 """What the accuracies and losses of a report may be measured on."""
 SPARE = (*(f"{part} loss" for part in TESTED_ON), "weight sparsity (%)", "s/epoch", "seeds", "total", "epochs")
 """The columns of `Row.cells` that a narrow terminal goes without, the first of them first."""
-_NAMELESS = {"seed", "about", "keep", "published"}  # they do not change what a setting is
-_TOLD = {
-    "name",
-    "optimizer",
-    "c",
-    "mu",
-    "method",
-    "options",
-}  # `Recipe.setting`, which begins every description, tells them
+_NAMELESS: dict[str, Any] = {"seed": 0, "about": "", "keep": (), "published": ()}  # change nothing of a setting
+_TOLD = {"name", "optimizer", "c", "mu", "method", "options"}  # by `Recipe.setting`, which begins every description
 
 
 @dataclass(frozen=True)
@@ -295,7 +288,7 @@ def settings(recipes: Sequence[Recipe]) -> list[str]:
     def told_apart() -> int:
         return len(set(texts))
 
-    for field in (f.name for f in fields(Recipe) if f.name not in _NAMELESS | _TOLD):
+    for field in (f.name for f in fields(Recipe) if f.name not in {*_NAMELESS, *_TOLD}):
         before, known = texts, told_apart()
         if known == len(recipes):
             break
@@ -325,7 +318,7 @@ def _last_of_all(every: Sequence[Sequence[EpochRecord]]) -> int:
 
 def _without_seed(recipe: Recipe) -> Recipe:
     """Return the recipe without its seed and what does not change the numbers, so that equal ones belong together."""
-    plain = replace(recipe, seed=0, about="", keep=(), published=())
+    plain = replace(recipe, **_NAMELESS)
     return replace(plain, c=0.0, mu=1.0, exempt=()) if recipe.optimizer == "sgd" else plain
 
 

@@ -33,9 +33,10 @@ class Grda(Method):
     knob = "c"
 
     def __init__(self, *, c: float | None = None, mu: float | None = None) -> None:
-        for argument, value, least in (("c", c, 0.0), ("mu", mu, math.ulp(0.0))):
-            if value is not None and not least <= value < math.inf:
-                raise ValueError(f"{argument}={value} cannot be used; give a finite number, c ≥ 0 and mu > 0, or None")
+        if c is not None and not 0 <= c < math.inf:
+            raise ValueError(f"c={c} cannot be used; give a finite number ≥ 0, or None for the optimizer's own")
+        if mu is not None and not 0 < mu < math.inf:
+            raise ValueError(f"mu={mu} cannot be used; give a finite number > 0, or None for the optimizer's own")
         self.c = c
         self.mu = mu
 
