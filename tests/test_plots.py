@@ -12,30 +12,19 @@ from matplotlib.axes import Axes
 from matplotlib.colors import same_color
 from matplotlib.container import BarContainer
 from PIL import Image
+from test_runs import record
 
 from dirprune import SparsityReport, sparsity
 from dirprune.lab import models, plots
 from dirprune.lab.train import EpochRecord
 
 
-def record(epoch: int, accuracy: float, loss: float = 0.1, fraction: float = 0.0) -> EpochRecord:
-    return EpochRecord(
-        epoch=epoch,
-        lr=0.1,
-        train_loss=loss,
-        train_accuracy=accuracy,
-        test_loss=loss,
-        test_accuracy=accuracy,
-        sparsity=fraction,
-        weight_sparsity=fraction,
-        norm_ratio=0.01,
-        train_seconds=1.0,
-        test_seconds=0.1,
-    )
+def drawn(epoch: int, accuracy: float, loss: float = 0.1, fraction: float = 0.0) -> EpochRecord:
+    return record(epoch, test_accuracy=accuracy, train_loss=loss, test_loss=loss, sparsity=fraction)
 
 
 def history(accuracies: Sequence[float]) -> list[EpochRecord]:
-    return [record(i + 1, accuracy, 1 / (i + 1), 0.1 * i) for i, accuracy in enumerate(accuracies)]
+    return [drawn(i + 1, accuracy, 1 / (i + 1), 0.1 * i) for i, accuracy in enumerate(accuracies)]
 
 
 def pruned(fraction: float, model: str = "small") -> SparsityReport:
@@ -164,14 +153,14 @@ def test_the_first_epochs_do_not_hide_the_others_nor_a_band_the_lines() -> None:
     accuracies = [10.0] + [90 + 0.1 * i for i in range(39)]
     figure = plots.trajectories({"SGD": [history(accuracies)]}, (plots.TEST_ACCURACY,))
     assert figure.axes[0].get_ylim()[0] > 80
-    losses = [[record(1, 50, 1e-3)], [record(1, 50, 1e-3)], [record(1, 50, 1.0)]]  # mean − std is below zero
+    losses = [[drawn(1, 50, 1e-3)], [drawn(1, 50, 1e-3)], [drawn(1, 50, 1.0)]]  # mean − std is below zero
     low, high = plots.trajectories({"SGD": losses}, (plots.TEST_LOSS,)).axes[0].get_ylim()
     assert 1e-4 < low < 1e-3
     assert 1 < high < 10
 
 
 def test_curves_that_are_zero_or_not_finite_can_be_drawn(tmp_path: Path) -> None:
-    records = [record(1, 50, float("nan")), record(2, 50, 0.0)]
+    records = [drawn(1, 50, float("nan")), drawn(2, 50, 0.0)]
     figure = plots.training_curves({"SGD": [records]})
     assert plots.save(figure, tmp_path / "curves.png").stat().st_size > 0
 

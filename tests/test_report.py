@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_runs import record
 from torch import Tensor, nn
 
 from dirprune import sparsity
@@ -17,7 +18,6 @@ from dirprune.lab.recipes import Recipe
 from dirprune.lab.report import draw, duration, layerwise, report, settings
 from dirprune.lab.runs import Outcome, Run
 from dirprune.lab.schedules import Schedule
-from dirprune.lab.train import EpochRecord
 
 DIGITS = replace(recipes.get("digits"), epochs=3, c=0.01, mu=0.7)
 
@@ -26,21 +26,9 @@ def make_run(folder: Path, recipe: Recipe, accuracies: list[float]) -> Run:
     """A run as training leaves it, without the training; every epoch takes 2 + 1 seconds, the first 10 + 1."""
     run = runs.create(folder, recipe)
     for i, accuracy in enumerate(accuracies):
-        run.append(
-            EpochRecord(
-                epoch=i + 1,
-                lr=0.1,
-                train_loss=1.0,
-                train_accuracy=50.0,
-                test_loss=1 / accuracy,
-                test_accuracy=accuracy,
-                sparsity=accuracy / 200,
-                weight_sparsity=accuracy / 400,
-                norm_ratio=0.01,
-                train_seconds=2.0 if i else 10.0,
-                test_seconds=1.0,
-            )
-        )
+        tested = {"test_loss": 1 / accuracy, "test_accuracy": accuracy}
+        zeros = {"sparsity": accuracy / 200, "weight_sparsity": accuracy / 400}
+        run.append(record(i + 1, **tested, **zeros, train_seconds=2.0 if i else 10.0, test_seconds=1.0))
     return run
 
 

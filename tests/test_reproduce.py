@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from test_cli import call
+from test_runs import record
 from test_train import Breaking
 from torch import nn
 
@@ -38,22 +39,6 @@ from dirprune.lab.train import EpochRecord
 VGG = recipes.get("vgg16-cifar10")
 WRN = recipes.get("wrn28x10-cifar100")
 MU6 = Setting("vgg16-cifar10", "grda", 5e-4, 0.6)
-
-
-def record(epoch: int, **values: float) -> EpochRecord:
-    given = {
-        "lr": 0.1,
-        "train_loss": 1 / 3,
-        "train_accuracy": 90.0,
-        "test_loss": 0.5,
-        "test_accuracy": 87.0,
-        "sparsity": 0.4,
-        "weight_sparsity": 0.41,
-        "norm_ratio": 4e-4,
-        "train_seconds": 1.0,
-        "test_seconds": 0.1,
-    }
-    return EpochRecord(epoch=epoch, **{**given, **values})
 
 
 def make_run(folder: Path, recipe: Recipe, records: list[EpochRecord]) -> Path:

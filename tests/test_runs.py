@@ -22,20 +22,21 @@ from dirprune.lab.train import EpochRecord
 CPU = torch.device("cpu")
 
 
-def record(epoch: int) -> EpochRecord:
-    return EpochRecord(
-        epoch=epoch,
-        lr=0.1 / 3,
-        train_loss=1 / epoch,
-        train_accuracy=10.0 * epoch,
-        test_loss=2 / epoch,
-        test_accuracy=9.0 * epoch,
-        sparsity=0.1 * epoch,
-        weight_sparsity=0.11 * epoch,
-        norm_ratio=0.007,
-        train_seconds=1.5,
-        test_seconds=0.25,
-    )
+def record(epoch: int, **values: float) -> EpochRecord:
+    """Return the record of an epoch, with numbers that no decimal tells exactly."""
+    given = {
+        "lr": 0.1,
+        "train_loss": 1 / 3,
+        "train_accuracy": 90.0,
+        "test_loss": 0.5,
+        "test_accuracy": 87.0,
+        "sparsity": 0.4,
+        "weight_sparsity": 0.41,
+        "norm_ratio": 4e-4,
+        "train_seconds": 1.0,
+        "test_seconds": 0.1,
+    }
+    return EpochRecord(epoch=epoch, **{**given, **values})
 
 
 @pytest.fixture

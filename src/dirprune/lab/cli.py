@@ -284,12 +284,12 @@ def tune(
         with bar("trials", total=None) as advance, suppress(KeyboardInterrupt):
             for trial in search:
                 trials.append(trial)
-                advance(1, note=_trial_text(trial))
+                advance(1, note=" ".join(filter(None, trial.cells())))
                 if not is_terminal():
                     emit(trial.to_dict())
             finished = True
         if is_terminal() and trials:
-            show(f"Trials of {length}, on held-out data", _TRIAL_COLUMNS, [_trial_row(t) for t in trials])
+            show(f"Trials of {length}, on held-out data", tuning.COLUMNS, [trial.cells() for trial in trials])
         best = tuning.choose(trials)
         if not finished:
             so_far = f" Best so far: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero)." if best else ""
@@ -440,18 +440,3 @@ def _published(settings: tuple[tuple[float, float], ...]) -> str:
     for c, mu in settings:
         by_c.setdefault(c, []).append(f"{mu:g}")
     return "".join(f"\npublished: c={c:g}, μ={' '.join(mus)}" for c, mus in by_c.items())
-
-
-_TRIAL_COLUMNS = ("", "c", "μ", "accuracy (%)", "sparsity (%)", "")
-
-
-def _trial_row(trial: Any) -> tuple[str, ...]:
-    accuracy = "diverged" if trial.accuracy is None else f"{trial.accuracy:.2f}"
-    if trial.optimizer == "sgd":
-        return ("SGD", "", "", accuracy, "", "")
-    verdict = "within tolerance" if trial.passes else "too much"
-    return ("gRDA", f"{trial.c:g}", f"{trial.mu:g}", accuracy, f"{100 * trial.sparsity:.2f}", verdict)
-
-
-def _trial_text(trial: Any) -> str:
-    return " ".join(word for word in _trial_row(trial) if word)

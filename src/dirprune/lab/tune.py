@@ -39,6 +39,17 @@ class Trial:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def cells(self) -> tuple[str, ...]:
+        """Return the trial as text, by `COLUMNS`."""
+        accuracy = "diverged" if self.accuracy is None else f"{self.accuracy:.2f}"
+        if self.optimizer == "sgd":
+            return ("SGD", "", "", accuracy, "", "")
+        verdict = "within tolerance" if self.passes else "too much"
+        return ("gRDA", f"{self.c:g}", f"{self.mu:g}", accuracy, f"{100 * self.sparsity:.2f}", verdict)
+
+
+COLUMNS = ("", "c", "μ", "accuracy (%)", "sparsity (%)", "")
+
 
 def tune(
     recipe: Recipe,
