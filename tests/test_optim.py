@@ -1097,6 +1097,26 @@ def test_a_step_can_be_taken_on_fake_tensors(path: dict[str, Any]) -> None:
         assert optimizer.state[model.weight]["accumulator"].shape == (3, 3)
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_parameters_may_get_their_memory_later(path: dict[str, Any], kind: Callable[[float], Any]) -> None:
+    """An optimizer of a network on the meta device steps it once it has been put elsewhere, and knows its rate."""
+    params = [nn.Parameter(torch.empty(3, device="meta")) for _ in range(2)]
+    optimizer = GRDA(params, lr=kind(0.1), c=0.0, **path)
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for p in params:
+        torch.utils.swap_tensors(p, nn.Parameter(torch.ones(3)))
+        p.grad = torch.ones(3)
+    for rate in (0.1, 0.05):
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(rate)
+        optimizer.step()
+        scheduler.step()
+    assert isinstance(optimizer.param_groups[0]["lr"], Tensor) == (kind is torch.tensor or "capturable" in path)
+    for p in params:
+        torch.testing.assert_close(p.detach(), torch.full((3,), 0.85))
+
+
 def test_sparse_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match=r"parameter 0 is stored as torch.sparse_coo.*to_dense"):
         GRDA([nn.Parameter(torch.eye(3).to_sparse())])

@@ -40,7 +40,8 @@ class GRDA(Optimizer):
 
     The accumulator is the state that trains, and the parameters follow from it. Where something else writes to a
     parameter in place, as `nn.Module.load_state_dict` does, the next step starts from the nearest accumulator that
-    gives those weights. What is written through ``.data`` or into a CUDA graph's memory is not seen, and overwritten.
+    gives those weights. What is written through ``.data``, between compiled steps or into a CUDA graph's memory is not
+    seen, and overwritten.
 
     Args:
         params: parameters or parameter groups, as for any torch optimizer; see also `prunable_groups`.
@@ -155,6 +156,7 @@ class GRDA(Optimizer):
         """
         state: dict[str, Any] = self.state[p]
         if "accumulator" not in state:  # a wrapper may keep things of its own there
+            place_lr(group)  # anew, for parameters that had no memory when the group was added
             state.update(first_state(p, _scalar_device(group, p)))
         return state
 

@@ -49,11 +49,14 @@ def number(value: Any) -> float:
 
 
 def place_lr(group: dict[str, Any]) -> None:
-    """Put a capturable group's rate on its device, so that a captured step sees what a scheduler sets."""
+    """Put a capturable group's rate on its device, so that a captured step sees what a scheduler sets.
+
+    Not on "meta", where it would lose its value: parameters that are still there move before they are stepped.
+    """
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.dim():
         group["lr"] = lr = lr.detach().reshape(())
-    if group["capturable"] and group["params"]:
+    if group["capturable"] and group["params"] and not group["params"][0].is_meta:
         dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
         device = group["params"][0].device
         group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)  # the caller's own, if it can be
