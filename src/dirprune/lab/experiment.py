@@ -334,7 +334,7 @@ def _logits(recipe: Recipe, parts: Parts, inputs: Tensor, execution: Execution) 
             execution.autocast(inputs.device),
         ):
             outputs = parts.model(inputs.to(memory_format=execution.memory_format))
-    except torch.OutOfMemoryError:
+    except models.OF_DEVICE:
         raise
     except RuntimeError as error:  # of a network of ours
         raise ValueError(f"{what}: {str(error).splitlines()[0]}; choose another --model or recipe") from error

@@ -30,6 +30,8 @@ _BUILDERS: dict[str, Callable[[int], nn.Module]] = {
     "vgg16": vgg16,
 }
 NAMES = (*_BUILDERS, "wrn28x10")
+OF_DEVICE = tuple(getattr(torch, name) for name in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, name))
+"""Errors that a device has, and no network is to blame for; torch 2.6 knows the first alone."""
 _TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).parents[2]
 
 
@@ -99,7 +101,7 @@ def blamed(name: str, where: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if ":" not in name or isinstance(error, torch.OutOfMemoryError):
+        if ":" not in name or isinstance(error, OF_DEVICE):
             raise
         raise _at_fault(name, error, where) from error
 
