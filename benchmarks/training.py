@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -9,14 +11,14 @@ import torch
 from dirprune.lab.baselines import Method
 from dirprune.lab.experiment import assemble, make_method
 from dirprune.lab.recipes import Recipe
-from dirprune.lab.reward import Reward
-from dirprune.lab.train import EpochRecord, train
+from dirprune.lab.reward import Reward, Sample
+from dirprune.lab.train import EpochRecord, evaluate, train
 
 CPU = torch.device("cpu")
 
 
 def trained(recipe: Recipe, method: Method | None = None, root: Path | None = None) -> list[EpochRecord]:
-    """Train a recipe on the CPU, as `dirprune compare` would, and return its epochs.
+    """Train a recipe on the CPU, as `dirprune compare` would, and return its epochs; the last is tested on all images.
 
     Args:
         recipe: what to train; a method that searches is rewarded by what it holds out.
@@ -30,15 +32,15 @@ def trained(recipe: Recipe, method: Method | None = None, root: Path | None = No
     execution = recipe.execution(CPU.type)
     with execution.threading():
         parts = assemble(recipe, device=CPU, root=root)
-        images = parts.loaders.train
+        images, test = parts.loaders.train, parts.loaders.test
         method = method or make_method(recipe, Reward(parts.loaders, execution))
         method.attach(parts.model, parts.optimizer, steps=recipe.epochs * len(images), examples=images.examples)
-        return list(
+        records = list(
             train(
                 parts.model,
                 parts.optimizer,
                 images,
-                parts.loaders.test,
+                Sample(tuple(islice(test, 1)), test.batch_size, test.batch_size),  # testing takes its time
                 epochs=recipe.epochs,
                 lr=recipe.lr,
                 schedule=recipe.schedule,
@@ -47,3 +49,5 @@ def trained(recipe: Recipe, method: Method | None = None, root: Path | None = No
                 method=method,
             )
         )
+        score = evaluate(parts.model, test, execution=execution)
+    return [*records[:-1], replace(records[-1], test_loss=score.loss, test_accuracy=score.accuracy)]
