@@ -21,7 +21,7 @@ Which = Literal["largest", "magnitude"]
 
 BEYOND = 20
 """Products more than pairs, before which nothing stops: of several eigenvalues within the tolerance the first vector
-shows one at first. So many show up to five, 1e-4 apart; `benchmarks/clusters.py` counts what fewer would miss."""
+shows one at first. So many show two or three, however near; `benchmarks/clusters.py` counts what else they miss."""
 
 
 @dataclass(frozen=True)
