@@ -79,7 +79,7 @@ def test_a_cluster_is_missed_without_a_least_number_of_products_and_found_with_o
 
 
 def test_the_copy_of_vgg16_is_narrow_and_the_densities_are_those_of_rigl() -> None:
-    model = connections.narrow(10)
+    model = connections.eighth(10)
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     assert [layer.out_channels for layer in model.features if isinstance(layer, torch.nn.Conv2d)][::4] == [
         8,
