@@ -19,6 +19,10 @@ from dirprune.operators import SymmetricOperator, operator_of
 
 Which = Literal["largest", "magnitude"]
 
+BEYOND = 20
+"""Products more than pairs, before which nothing stops: of several eigenvalues within the tolerance the first vector
+shows one at first. So many show two or three, however near; `benchmarks/clusters.py` counts what else they miss."""
+
 
 @dataclass(frozen=True)
 class Eigenpairs:
@@ -118,9 +122,7 @@ def lanczos_steps(
         # Pair k + 1 must have settled too. At a loose tolerance a great eigenvalue may not have shown up yet, and a
         # smaller one would be returned in its place.
         small = bool((bounds[: k + 1] <= tolerance * scale).all())
-        # Of several eigenvalues within the tolerance the first vector shows one at first. Twenty products more than
-        # pairs show up to five, 1e-5 apart: design.md has the counts.
-        seen = iteration >= min(k + 20, max_iterations)
+        seen = iteration >= min(k + BEYOND, max_iterations)
         done = small and (count >= k if rest_known else count > k and not closed and seen)
         found = values[:k] * unit, bounds[:k] * unit, scale * unit
         yield LanczosStep(*found, iteration, done, basis[:count], vectors[:, :k], which)

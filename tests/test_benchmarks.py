@@ -1,0 +1,105 @@
+"""The benchmarks that count and train: they measure what they say they do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import clusters
+import connections
+import departures
+import pytest
+import torch
+from training import CPU, trained
+
+from dirprune.lab import runs
+from dirprune.lab.baselines import RigL
+from dirprune.lab.comparison import Row
+from dirprune.lab.experiment import conduct
+from dirprune.lab.recipes import Recipe
+
+TEST_IMAGES = 359
+"""Of digits."""
+
+
+def short(recipe: Recipe) -> Recipe:
+    return replace(recipe, epochs=2)
+
+
+@pytest.mark.parametrize("departure", ["dense-start", "masks-alone"])
+def test_a_run_in_memory_is_the_run_that_a_comparison_makes(departure: str, tmp_path: Path) -> None:
+    recipe = short(departures.departures()[departure][0])
+    *_, last = conduct(runs.create(tmp_path / "run", recipe), device=CPU)
+    found = trained(recipe)[-1]
+    same = ("epoch", "train_loss", "test_loss", "test_accuracy", "weight_sparsity")
+    assert [getattr(found, name) for name in same] == [getattr(last, name) for name in same]
+
+
+def test_what_is_held_out_is_not_what_is_told() -> None:
+    dense, *_ = departures.departures()["held-out"]
+    row = departures.measure(short(dense))
+    right = row.test_accuracy / 100 * TEST_IMAGES
+    assert row.recipe == "digits epochs=2 validation=0.1"
+    assert right == pytest.approx(round(right), abs=1e-6)  # of the 144 images held out, it would be no whole number
+    assert row.is_dense
+    assert row.sparsity == 0
+
+
+def row(method: str, seed: int, accuracy: float, value: float = 0.9, recipe: str = "digits") -> Row:
+    knob = "sparsity" if not math.isnan(value) else ""
+    numbers = (0.0 if math.isnan(value) else value, 0.0, accuracy, 0.1, 1.0, math.nan, 60)
+    return Row(f"{method} {seed} {recipe}", method, knob, value, seed, *numbers, "", "", "", recipe)
+
+
+def test_a_departure_is_held_against_dense_training_on_the_same_images(capsys: pytest.CaptureFixture[str]) -> None:
+    dense, usual, other, held = [99.0, 98.0], [97.0, 97.0], [98.5, 97.5], [98.0, 97.0]
+    compared = [row("sgd", i, a, math.nan) for i, a in enumerate(dense)] + [row("amc", *e) for e in enumerate(usual)]
+    rows = [row("sgd", i, a, math.nan, "held") for i, a in enumerate(held)] + [row("amc", *e) for e in enumerate(other)]
+    departures.tell("held-out", rows, compared)
+    lines = capsys.readouterr().out.splitlines()
+    assert "-1.00 ± 0.00" in lines[0]  # what a smaller training set costs by itself
+    (at_90,) = (line for line in lines if "90.0% " in line)
+    assert "98.00 ± 0.71" in at_90
+    assert "+0.50 ± 0.00" in at_90  # 98.5 − 98, 97.5 − 97
+    assert "+2.00 ± 6.35" in at_90  # which was −2 and −1: a change of 2.5 and 1.5
+
+
+def test_a_cluster_is_missed_without_a_least_number_of_products_and_found_with_ours() -> None:
+    case = clusters.Case(k=6, members=4, gap=1e-4)
+    spectrum = clusters.spectrum(case, "uniform")
+    assert spectrum[:6].tolist() == pytest.approx([20, 10.0003, 10.0002, 10.0001, 10, 8])
+    assert (len(spectrum), float(spectrum[-1])) == (300, -40)
+    found = {rule: (missed, products) for rule, missed, products in clusters.attempts(case, "uniform", 1e-2, seed=0)}
+    assert found.keys() == clusters.RULES.keys()
+    assert found["none"][0]
+    missed, products = found["k + 20"]
+    assert not missed
+    assert products >= 26
+
+
+def test_the_copy_of_vgg16_is_narrow_and_the_densities_are_those_of_rigl() -> None:
+    model = connections.eighth(10)
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert [layer.out_channels for layer in model.features if isinstance(layer, torch.nn.Conv2d)][::4] == [
+        8,
+        32,
+        64,
+        64,
+    ]
+    rigl = RigL(sparsity=connections.SPARSITY, seed=3)
+    rigl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=10, examples=10)
+    zeros = {name: float((~mask).double().mean()) for name, mask in rigl.masks.items()}
+    assert connections.formula(model) == pytest.approx(zeros, abs=0.01)
+    assert connections.kept(rigl, seed=3) == 1
+    assert connections.kept(rigl, seed=4) < 0.5
+
+
+def test_the_departures_are_those_that_their_names_say() -> None:
+    known = departures.departures()
+    assert {recipe.validation for recipe in known["held-out"]} == {0.1}
+    options = {name: {key: value for r in known[name] for key, value in r.options} for name in known}
+    assert options["dense-start"]["start"] == -3200
+    assert options["one-stage"]["stages"] == 1
+    assert options["masks-alone"]["rescale"] is False
+    assert {recipe.name for each in known.values() for recipe in each} == {"digits"}
