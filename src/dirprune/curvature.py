@@ -235,7 +235,7 @@ def top_eigenpairs(
         H v_i = λ_i v_i,    ‖H v_i − λ_i v_i‖ ≤ tolerance · max|λ|
 
     Like every method that starts from one vector, it may see an eigenvalue that is repeated, or nearly so, fewer times
-    than it occurs; at least k + 20 products are spent against that. To follow a long run, drive `lanczos_steps`.
+    than it occurs; at least 2k + 20 products are spent against that. To follow a long run, drive `lanczos_steps`.
 
     Args:
         op: a `HessianOperator`, a symmetric matrix, or anything with size, dtype, device and @.

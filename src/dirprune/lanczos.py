@@ -19,10 +19,6 @@ from dirprune.operators import SymmetricOperator, operator_of
 
 Which = Literal["largest", "magnitude"]
 
-BEYOND = 20
-"""Products more than pairs, before which nothing stops: of several eigenvalues within the tolerance the first vector
-shows one at first. So many show two or three, however near; `benchmarks/clusters.py` counts what else they miss."""
-
 
 @dataclass(frozen=True)
 class Eigenpairs:
@@ -122,7 +118,7 @@ def lanczos_steps(
         # Pair k + 1 must have settled too. At a loose tolerance a great eigenvalue may not have shown up yet, and a
         # smaller one would be returned in its place.
         small = bool((bounds[: k + 1] <= tolerance * scale).all())
-        seen = iteration >= min(k + BEYOND, max_iterations)
+        seen = iteration >= min(least_products(k), max_iterations)
         done = small and (count >= k if rest_known else count > k and not closed and seen)
         found = values[:k] * unit, bounds[:k] * unit, scale * unit
         yield LanczosStep(*found, iteration, done, basis[:count], vectors[:, :k], which)
@@ -136,6 +132,15 @@ def lanczos_steps(
             count = kept
         basis[count] = fresh(basis[:count], generator) if closed else new / rest
         alone = closed
+
+
+def least_products(k: int) -> int:
+    """Return the products before which nothing stops.
+
+    Of several eigenvalues within the tolerance the first vector shows one at first. So many products show up to five,
+    however near; `benchmarks/clusters.py` counts what else they miss.
+    """
+    return 2 * k + 20
 
 
 def _check_request(op: SymmetricOperator, k: int, which: str, size: int, tolerance: float, max_iterations: int) -> None:
