@@ -19,7 +19,7 @@ from dirprune.lab import checkpoint
 from dirprune.lab.files import locked
 from dirprune.lab.runs import Run, environment, weights_of
 from dirprune.lab.spectrum import Journal, Lanczos, Progress, Subject, conv_precision, leading_eigenpairs, subject
-from dirprune.lab.tables import read_rows, settle, write_rows
+from dirprune.lab.tables import merge_rows, read_rows, settle, write_rows
 from dirprune.lab.train import evaluate, recalibrate_batchnorm
 from dirprune.weights import flatten, put, take, unflatten
 
@@ -118,7 +118,7 @@ def score(
     if ks[-1] > bench.hessian.size:
         raise ValueError(f"k={ks[-1]}: the network has {bench.hessian.size:,} weights; give at most as many")
     with locked(out):
-        settle(out, {**settings, **asdict(lanczos)}, environment(device), files=files)
+        settle(out, {**settings, **asdict(lanczos)}, environment(device), table="score.csv", files=files)
         bench.load(state)
         bench = yield from bench.ranked(lanczos, what="eigenpairs")
         yield from _prune_all(bench, state, out, ks, grid, samples, recalibrate, lanczos)
@@ -222,7 +222,7 @@ def _eigenvectors(bench: Subject, w: Tensor, k: int, lanczos: Lanczos, out: Path
     shares = (inner(pairs.vectors.T, w.sign()) ** 2 / len(w)).tolist()
     found = zip(pairs.values.tolist(), pairs.residuals.tolist(), shares, strict=True)
     rows = [SpectrumRow(i, value, r, r <= goal, share) for i, (value, r, share) in enumerate(found, start=1)]
-    write_rows(out / "eigenvalues.csv", SpectrumRow, rows)
+    merge_rows(out / "eigenvalues.csv", SpectrumRow, rows, key=("index",), in_order=True)  # more may be known
     return pairs.vectors[:, pairs.values > 0]
 
 
