@@ -24,15 +24,16 @@ class InUse(RuntimeError):
 
 
 @contextmanager
-def locked(folder: Path, doing: str = "written") -> Iterator[None]:
+def locked(folder: Path, doing: str = "written", *, wait: bool = False) -> Iterator[None]:
     """Hold the folder: a second job that asks for it is refused. The system lets go of it when this process ends.
 
-    ``doing`` is what the refusal says of the folder: "runs/a is being trained by process 7 on host".
+    ``doing`` is what the refusal says of the folder: "runs/a is being trained by process 7 on host". With ``wait``, for
+    what takes no time, a second job is not refused but waits.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
@@ -75,9 +76,10 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         temporary.replace(path)
     except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
         with suppress(OSError):  # a read-only disk
             temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_text(path: Path, text: str) -> None:
