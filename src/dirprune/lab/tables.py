@@ -75,8 +75,8 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
             return [kind(**_values(row, readers, table.line_num)) for row in table]
         except (ValueError, csv.Error) as error:
             raise ValueError(
-                f"{path} cannot be read as a table of {kind.__name__} ({error}); correct it, or restore it from a copy, "
-                "or, if you can do without its rows, delete it"
+                f"{path} cannot be read as a table of {kind.__name__} ({error}); correct it, or restore it from a "
+                "copy, or, if you can do without its rows, delete it"
             ) from error
 
 
