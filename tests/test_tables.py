@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import math
 import os
@@ -135,6 +136,25 @@ def test_a_lock_is_nothing_measured(tmp_path: Path) -> None:
             pass
     with locked(tmp_path):
         pass
+
+
+def test_a_folder_is_held_on_a_full_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with locked(tmp_path), pytest.raises(InUse, match=r"by another process; wait for it$"), locked(tmp_path):
+        pass
+
+
+def test_a_stop_while_a_table_is_written_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write_rows(tmp_path / "points.csv", Point, POINTS)
+    assert not list(tmp_path.iterdir())
 
 
 def test_settings_are_noted_once_and_sessions_each_time(tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ def locked(folder: Path, doing: str = "written", *, wait: bool = False) -> Itera
             number = re.search(r"\d+", holder)
             remedy = f", or stop it with `kill {number[0]}`" if number else ""
             raise InUse(f"{folder} is being {doing} by {holder}; wait for it{remedy}") from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}")
-        file.flush()
+        with suppress(OSError):  # a full disk: who is refused then is not told by whom
+            file.truncate(0)
+            os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
         yield
 
 
@@ -69,14 +69,22 @@ def _temporary(path: Path) -> Path:
 
 
 @contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Let errors name this path: one of writing to an open file names none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a path to write to, and put what was written in the place of a file; if that fails, the old one stays."""
     temporary = _temporary(path)
     try:
-        yield temporary
-        temporary.replace(path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        with named(path):
+            yield temporary
+            temporary.replace(path)
     finally:
         with suppress(OSError):  # a read-only disk
             temporary.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ import typer
 from dirprune.lab import checkpoint
 from dirprune.lab.console import INTERRUPTED, Interruption, bar, emit, is_terminal, say
 from dirprune.lab.experiment import conduct
+from dirprune.lab.files import named
 from dirprune.lab.loader import Batch, Loader
 from dirprune.lab.processes import Process, joined
 from dirprune.lab.runs import Run, load
@@ -212,13 +213,16 @@ def _board(run: Run, wanted: bool) -> Iterator[Callable[[EpochRecord], None]]:
     from torch.utils.tensorboard import SummaryWriter
 
     done = max(checkpoint.epochs(run.checkpoints), default=0)  # what a killed session wrote beyond that is replaced
-    writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=done + 1)
+    folder = run.folder / "tensorboard"
+    with named(folder):
+        writer: Any = SummaryWriter(str(folder), purge_step=done + 1)
 
     def log(record: EpochRecord) -> None:
-        for name, value in record.to_dict().items():
-            if name != "epoch":
-                writer.add_scalar(name, value, record.epoch)
-        writer.flush()
+        with named(folder):
+            for name, value in record.to_dict().items():
+                if name != "epoch":
+                    writer.add_scalar(name, value, record.epoch)
+            writer.flush()
 
     try:
         yield log
