@@ -178,6 +178,20 @@ def test_a_failure_before_the_first_epoch_leaves_the_name_free(monkeypatch: pyte
     assert call(*SHORT, "--model", "follow_networks:quiet").exit_code == 0
 
 
+def test_event_files_hold_what_earlier_sessions_saved_without_them() -> None:
+    """As does a session that was killed between the checkpoint of an epoch and its event."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    assert call(*SHORT, "--model", "follow_networks:quiet", "--out", "run").exit_code == 0
+    for _ in range(2):
+        assert call("resume", "run", "--tensorboard").exit_code == 0
+    events = accumulator.EventAccumulator("run/tensorboard")
+    events.Reload()
+    records = runs.load(Path("run")).records()
+    assert [(event.step, event.value) for event in events.Scalars("test_loss")] == [
+        (record.epoch, pytest.approx(record.test_loss)) for record in records
+    ]
+
+
 def test_event_files_that_find_no_room_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as TensorBoard gives it, without a name

@@ -212,10 +212,9 @@ def _board(run: Run, wanted: bool) -> Iterator[Callable[[EpochRecord], None]]:
         return
     from torch.utils.tensorboard import SummaryWriter
 
-    done = max(checkpoint.epochs(run.checkpoints), default=0)  # what a killed session wrote beyond that is replaced
     folder = run.folder / "tensorboard"
     with named(folder):
-        writer: Any = SummaryWriter(str(folder), purge_step=done + 1)
+        writer: Any = SummaryWriter(str(folder), purge_step=1)  # what earlier sessions wrote is replaced
 
     def log(record: EpochRecord) -> None:
         with named(folder):
@@ -224,7 +223,11 @@ def _board(run: Run, wanted: bool) -> Iterator[Callable[[EpochRecord], None]]:
                     writer.add_scalar(name, value, record.epoch)
             writer.flush()
 
+    done = max(checkpoint.epochs(run.checkpoints), default=0)
     try:
+        for record in run.records():  # of an epoch that was saved, a killed session may have written no event
+            if record.epoch <= done:
+                log(record)
         yield log
     finally:
         writer.close()
