@@ -10,6 +10,7 @@ from typing import Any
 import convolutions
 import pytest
 import torch
+from test_cli import call
 from torch import nn
 
 from dirprune.lab import bench, models
@@ -148,3 +149,15 @@ def test_the_convolutions_of_a_network_are_its_floor() -> None:
         [(2, 4, 8, 8), None, None],
         [None, (6, 4, 3, 3), None],
     ]
+
+
+def test_a_table_that_cannot_be_read_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bench.csv"
+    path.write_text("something else\n")
+    monkeypatch.setattr(bench, "bench", None)
+    refused = call("bench", "small", "--out", path)
+    assert refused.exit_code == 1
+    assert "bench.csv cannot be read as a table of Measured" in refused.stderr
+    assert path.read_text() == "something else\n"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from dirprune.lab.checkpoint import CheckpointWarning, CorruptCheckpoint, epochs, latest, load, prune, save
+from dirprune.lab.checkpoint import CheckpointWarning, CorruptCheckpoint, checksum, epochs, latest, load, prune, save
 
 
 @pytest.fixture
@@ -164,7 +164,8 @@ def test_a_damaged_file_is_refused(folder: Path, damage: Any) -> None:
     path = save(folder, 1, {"weight": torch.arange(1000.0)})
     damage(path)
     with pytest.raises(
-        CorruptCheckpoint, match=r"epoch-0001\.pt (is corrupt|has no checksum).*; restore it from a copy"
+        CorruptCheckpoint,
+        match=r"epoch-0001\.pt (is corrupt|has no checksum|cannot be verified).*; restore it from a copy",
     ):
         load(path)
 
@@ -373,3 +374,12 @@ def test_prune_leaves_foreign_files_and_a_missing_folder_alone(folder: Path) -> 
 def test_prune_refuses_to_keep_nothing(folder: Path) -> None:
     with pytest.raises(ValueError, match="last=0 must be at least 1"):
         prune(folder, keep=[], last=0)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x81", b"0123  epoch-0001.pt\n"])
+def test_a_checksum_that_is_none_is_told_from_a_damaged_checkpoint(folder: Path, content: bytes) -> None:
+    path = save(folder, 1, {"epoch": 1})
+    path.with_name(path.name + ".sha256").write_bytes(content)
+    assert len(checksum(folder, 1)) < 64  # and no error
+    with pytest.raises(CorruptCheckpoint, match=r"cannot be verified: epoch-0001\.pt\.sha256 holds no checksum"):
+        load(path)

@@ -501,6 +501,21 @@ def test_a_trial_whose_checkpoints_are_gone_keeps_its_records(tmp_path: Path) ->
     assert begun.records() == records
 
 
+def test_a_trial_that_has_lost_its_last_record_is_not_judged_by_an_earlier_one(tmp_path: Path) -> None:
+    planned = trials_of(methods=("grda",), sweeps={"grda": [0.01]})
+    run(planned, tmp_path)
+    comparison.write(comparison.read(tmp_path), tmp_path, [0.5])
+    folder = tmp_path / "runs" / planned[0].name
+    [row] = [each.row for each in comparison.read(tmp_path)]
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl ends at epoch 3, but the run has 4; restore it .* or remove"):
+        comparison.read(tmp_path)
+    shutil.rmtree(folder)
+    [noted] = [each.row for each in comparison.read(tmp_path)]  # as the message says
+    assert (noted.run, noted.test_accuracy, noted.epochs) == (row.run, row.test_accuracy, 4)
+
+
 def test_a_trial_that_diverges_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     planned = trials_of(replace(SHORT, model="test_compare:at_first_breaking"), sparsities=(0.5,))
     rows = [step.row for step in run(planned, tmp_path) if step.row]

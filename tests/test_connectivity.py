@@ -254,6 +254,18 @@ def test_an_epoch_that_was_not_saved_is_fitted_again(
     assert_same_numbers(tmp_path / "job", finished[0])
 
 
+def test_a_fit_that_has_lost_its_records_keeps_its_curve(
+    pair: tuple[Path, Path], finished: tuple[Path, list[Progress]], tmp_path: Path
+) -> None:
+    out = tmp_path / "job"
+    shutil.copytree(finished[0], out)
+    (out / "fit.csv").unlink()
+    with pytest.warns(experiment.LostRecords, match=r"fit\.csv lacks epoch 2"):
+        list(connect(*pair, out, SMALL, device=CPU))
+    assert json.loads((out / "summary.json").read_text())["fit"] == {"loss": None, "seconds": 0}
+    assert table(out / "points.csv") == table(finished[0] / "points.csv")
+
+
 def test_a_finished_job_is_not_computed_again(
     pair: tuple[Path, Path], finished: tuple[Path, list[Progress]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

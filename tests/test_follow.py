@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -195,6 +196,30 @@ def test_a_failure_before_the_first_epoch_leaves_the_name_free(monkeypatch: pyte
         assert call(*SHORT, "--model", "follow_networks:quiet", "--tensorboard").exit_code == 1
     assert not Path("run").exists()
     assert call(*SHORT, "--model", "follow_networks:quiet").exit_code == 0
+
+
+def test_event_files_hold_what_earlier_sessions_saved_without_them() -> None:
+    """As does a session that was killed between the checkpoint of an epoch and its event."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    assert call(*SHORT, "--model", "follow_networks:quiet", "--out", "run").exit_code == 0
+    for _ in range(2):
+        assert call("resume", "run", "--tensorboard").exit_code == 0
+    events = accumulator.EventAccumulator("run/tensorboard")
+    events.Reload()
+    records = runs.load(Path("run")).records()
+    assert [(event.step, event.value) for event in events.Scalars("test_loss")] == [
+        (record.epoch, pytest.approx(record.test_loss)) for record in records
+    ]
+
+
+def test_event_files_that_find_no_room_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as TensorBoard gives it, without a name
+
+    monkeypatch.setattr(pytest.importorskip("torch.utils.tensorboard"), "SummaryWriter", full)
+    refused = call(*SHORT, "--model", "follow_networks:quiet", "--tensorboard", "--out", "run")
+    assert re.search("No space left on device: run/tensorboard; make room", refused.stderr)
+    assert not Path("run").exists()
 
 
 def test_the_bar_counts_whole_epochs_and_shows_accuracy_and_sparsity(monkeypatch: pytest.MonkeyPatch) -> None:

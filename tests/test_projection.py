@@ -211,6 +211,17 @@ def test_an_interrupted_epoch_goes_on(trained: dict[str, Run], tmp_path: Path) -
     assert not list(tmp_path.glob("products-*"))
 
 
+def test_products_that_a_stop_left_behind_go(trained: dict[str, Run], tmp_path: Path) -> None:
+    def projected() -> list[ProjectionRow]:
+        events = project(trained["sgd"], [trained["grda"]], tmp_path, k=2, epochs=[2], lanczos=TIGHT, device=CPU)
+        return rows_of(events)
+
+    rows, products = projected(), tmp_path / "products-0002"
+    checkpoint.save(products, 1, {})
+    assert projected() == rows
+    assert not products.exists()
+
+
 def test_without_room_for_its_products_a_computation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(folder: Path, *_: object) -> None:
         raise OSError(28, "No space left on device", str(folder))

@@ -7,6 +7,7 @@ import math
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,8 +33,10 @@ from dirprune.lab import (
     runs,
     series,
 )
+from dirprune.lab.files import LOCK
 from dirprune.lab.published import Estimate, PublishedCell, Setting
 from dirprune.lab.recipes import Recipe
+from dirprune.lab.tables import write_rows
 from dirprune.lab.train import EpochRecord
 
 VGG = recipes.get("vgg16-cifar10")
@@ -186,7 +189,7 @@ def test_collecting_twice_changes_nothing(tmp_path: Path) -> None:
     ledger.collect(folders[:1], results)
     ledger.collect(folders, results)
     assert {path.name: path.read_bytes() for path in results.iterdir()} == before
-    assert set(before) == {"ledger.csv", "trajectories.csv"}
+    assert set(before) - {LOCK} == {"ledger.csv", "trajectories.csv"}
 
 
 def test_a_longer_version_of_a_run_replaces_the_shorter_one(tmp_path: Path) -> None:
@@ -450,6 +453,38 @@ def test_whatever_is_not_ours_to_choose_departs_from_the_published_run() -> None
     ours = {"name", "about", "optimizer", "c", "mu", "seed", "keep", "published", "cpu", "cuda"}
     assert set(ledger.CHOICES) <= ours
     assert ledger.departures(replace(VGG, batch_size=64)) == "batch_size=64"
+
+
+def test_a_stop_between_the_two_tables_leaves_nothing_that_counts_as_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(tmp_path / "run", replace(VGG, optimizer="sgd", seed=1), [record(1)])
+    ledger.collect([folder], tmp_path)
+    for epoch in range(2, 601):
+        runs.load(folder).append(record(epoch))
+    written: list[str] = []
+
+    def stopped(path: Path, *arguments: Any) -> None:
+        if written:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        write_rows(path, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "write_rows", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.collect([folder], tmp_path)
+    wanted = [recipe.optimizer for recipe in reproduce.wanted(tmp_path, experiments=["vgg16-cifar10"])]
+    assert "sgd" in wanted  # and `reproduce --train` then collects the run
+    ledger.collect([folder], tmp_path)
+    assert [len(run.epochs) for run in ledger.read(tmp_path)] == [600]
+
+
+def test_two_jobs_that_collect_at_once_lose_no_run(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / str(seed), replace(VGG, seed=seed), [record(1)]) for seed in range(8)]
+    with ThreadPoolExecutor() as jobs:
+        list(jobs.map(lambda folder: ledger.collect([folder], tmp_path), folders))
+    assert sorted(run.entry.seed for run in ledger.read(tmp_path)) == list(range(8))
 
 
 def test_of_two_folders_of_one_run_and_length_the_later_counts(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import platform
 import re
 import subprocess
@@ -300,3 +302,49 @@ def test_weights_of_the_newest_or_of_a_given_epoch(run: Run, tmp_path: Path) -> 
     epoch, state = runs.weights_of(run, epoch=1)
     assert epoch == 1
     assert state["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_line_that_is_no_record_is_named(run: Run) -> None:
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write("[1, 2]\n")
+    with pytest.raises(ValueError, match=r"line 4 of .*metrics\.jsonl is not an epoch record"):
+        run.records()
+
+
+def test_a_record_that_finds_no_room_names_its_file_and_leaves_the_others(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # writing names no file
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"epoch 4 was not recorded \(No space left.*then resume") as caught:
+        run.append(record(4))
+    assert caught.value.filename == str(run.folder / "metrics.jsonl")
+    assert run.records()[:3] == [record(epoch) for epoch in (1, 2, 3)]
+
+
+def test_a_run_that_another_job_trains_is_not_discarded(tmp_path: Path) -> None:
+    """Two commands that start at the same moment may make the same folder; the second is refused."""
+    run = runs.create(tmp_path / "run", recipes.get("digits"))
+    with run.locked():
+        run.discard()
+        assert runs.load(run.folder) == run
+    run.discard()
+    assert not run.folder.exists()
+
+
+def test_a_run_without_its_configuration_is_told_where_a_copy_is(run: Run) -> None:
+    checkpoint.save(run.checkpoints, 1, {"epoch": 1})
+    (run.folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config\.json is gone; restore it: every checkpoint holds a copy"):
+        runs.load(run.folder)
+
+
+def test_a_command_that_is_advised_can_be_copied(tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "my run", recipes.get("digits"))
+    command = re.escape(f"dirprune resume '{run.folder}'")
+    with pytest.raises(RunExists, match=command):
+        runs.create(run.folder, run.recipe)
+    with pytest.raises(FileNotFoundError, match=command):
+        runs.weights_of(run)

@@ -197,3 +197,10 @@ def test_rows_of_another_network_of_the_same_name_are_never_taken_for_ours(run: 
     measure(run, tmp_path / "out", ks=(0,))
     with pytest.raises(OtherSettings, match="another file as epoch 2 of sgd"):
         measure(other, tmp_path / "out", ks=(0,))
+
+
+def test_eigenvalues_that_are_known_stay_when_fewer_are_asked_for(run: Run, tmp_path: Path) -> None:
+    measure(run, tmp_path, ks=(5,))
+    measure(run, tmp_path, ks=(3,))
+    rows = read_rows(tmp_path / "eigenvalues.csv", SpectrumRow)
+    assert [row.index for row in rows] == [1, 2, 3, 4, 5]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import math
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,8 +69,33 @@ def test_a_failed_write_leaves_the_table_it_had(tmp_path: Path) -> None:
     assert read_rows(path, Point) == POINTS
 
 
+def test_what_a_spreadsheet_makes_of_a_table_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "points.csv"
+    write_rows(path, Point, POINTS)
+    text = path.read_text().replace("True", "TRUE").replace("False", "FALSE").replace("\n", "\r\n")
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert read_rows(path, Point) == POINTS
+
+
 @pytest.mark.parametrize(
-    "text", ["", "date,amount\n", "name,count,value\na,1,2.0\n", "name,count,value,good\na,one,2.0,True\n"]
+    ("line", "told"),
+    [
+        ("b,1,2.x,True", "line 3 has value='2.x'"),
+        ("b,1,2.0,yes", "line 3 has good='yes': it is neither True nor False"),
+        ("b,1,2.0", "line 3 ends before its column good"),
+        ("b,1,2,0,True", "line 3 has more cells than there are columns"),
+    ],
+)
+def test_a_bad_cell_is_named_with_its_place(tmp_path: Path, line: str, told: str) -> None:
+    path = tmp_path / "points.csv"
+    path.write_text(f"name,count,value,good\na,1,2.0,True\n{line}\n")
+    with pytest.raises(ValueError, match=rf"points\.csv .*{re.escape(told)}.*correct it, or restore it from a copy"):
+        read_rows(path, Point)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", 200_000 * "\0", "date,amount\n", "name,count,value\na,1,2.0\n", "name,count,value,good\na,one,2.0,True\n"],
 )
 def test_another_table_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "points.csv").write_text(text)
@@ -76,18 +103,29 @@ def test_another_table_is_refused(tmp_path: Path, text: str) -> None:
         read_rows(tmp_path / "points.csv", Point)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{", "\\"])
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "{", "\\", "{}", '{"settings": {"k": 1}}', '{"settings": 1, "sessions": []}']
+)
 def test_settings_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "settings.json").write_text(text)
     (tmp_path / "rows.csv").touch()
     with pytest.raises(ValueError, match=r"settings\.json .*give another --out"):
-        settle(tmp_path, {"k": 1}, {})
+        settle(tmp_path, {"k": 1}, {}, table="rows.csv")
+
+
+def test_rows_without_their_settings_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    settle(tmp_path, {"k": 1}, {}, table="rows.csv")  # files of other kinds are nothing measured
+    (tmp_path / "rows.csv").touch()
+    (tmp_path / "settings.json").unlink()
+    with pytest.raises(ValueError, match=r"settings\.json is gone, .*rows\.csv were measured; restore it from a copy"):
+        settle(tmp_path, {"k": 1}, {}, table="rows.csv")
 
 
 def test_a_lock_is_nothing_measured(tmp_path: Path) -> None:
-    settle(tmp_path, {"k": 1}, {})
+    settle(tmp_path, {"k": 1}, {}, table="rows.csv")
     with locked(tmp_path):
-        settle(tmp_path, {"k": 2}, {})
+        settle(tmp_path, {"k": 2}, {}, table="rows.csv")
         with (
             pytest.raises(
                 InUse,
@@ -100,26 +138,45 @@ def test_a_lock_is_nothing_measured(tmp_path: Path) -> None:
         pass
 
 
+def test_a_folder_is_held_on_a_full_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with locked(tmp_path), pytest.raises(InUse, match=r"by another process; wait for it$"), locked(tmp_path):
+        pass
+
+
+def test_a_stop_while_a_table_is_written_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write_rows(tmp_path / "points.csv", Point, POINTS)
+    assert not list(tmp_path.iterdir())
+
+
 def test_settings_are_noted_once_and_sessions_each_time(tmp_path: Path) -> None:
-    settle(tmp_path, {"k": 99}, {"device": "cpu"})  # binds nobody: no row came of it
-    settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": None}, {"device": "cpu"})
+    settle(tmp_path, {"k": 99}, {"device": "cpu"}, table="rows.csv")  # binds nobody: no row came of it
+    settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": None}, {"device": "cpu"}, table="rows.csv")
     (tmp_path / "products-0010").mkdir()  # what was kept of a measurement binds as much as its rows
     with pytest.raises(OtherSettings, match="k=10, not k=11"):
-        settle(tmp_path, {"k": 11, "epochs": (1, 2), "examples": None}, {"device": "cpu"})
+        settle(tmp_path, {"k": 11, "epochs": (1, 2), "examples": None}, {"device": "cpu"}, table="rows.csv")
     write_rows(tmp_path / "points.csv", Point, POINTS)
-    settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": None}, {"device": "gpu"})
+    settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": None}, {"device": "gpu"}, table="rows.csv")
     noted = json.loads((tmp_path / "settings.json").read_text())
     assert noted["settings"] == {"k": 10, "epochs": [1, 2], "examples": None}
     assert [session["device"] for session in noted["sessions"]] == ["cpu", "gpu"]
     with pytest.raises(OtherSettings, match="examples=None, not examples=5"):
-        settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": 5}, {})
+        settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": 5}, {}, table="rows.csv")
     assert json.loads((tmp_path / "settings.json").read_text()) == noted
 
 
 def test_more_files_may_join_but_none_may_change(tmp_path: Path) -> None:
     for files in ({"a": "1"}, {"a": "1", "b": "2"}, {"b": "2"}):
-        settle(tmp_path, {"k": 1}, {}, files=files)
+        settle(tmp_path, {"k": 1}, {}, table="rows.csv", files=files)
         (tmp_path / "rows.csv").touch()
     with pytest.raises(OtherSettings, match="started with another file as b: a run of the same name, or trained again"):
-        settle(tmp_path, {"k": 1}, {}, files={"a": "1", "b": "3"})
-    settle(tmp_path, {"k": 1}, {}, files={"a": "1"})
+        settle(tmp_path, {"k": 1}, {}, table="rows.csv", files={"a": "1", "b": "3"})
+    settle(tmp_path, {"k": 1}, {}, table="rows.csv", files={"a": "1"})

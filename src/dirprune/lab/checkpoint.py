@@ -120,7 +120,7 @@ def checksum(folder: Path, epoch: int) -> str:
     64
     """
     sidecar = _sidecar(path_of(folder, epoch))
-    return sidecar.read_text().split()[0] if sidecar.exists() else ""
+    return _noted(sidecar) if sidecar.exists() else ""
 
 
 def latest(folder: Path, *, map_location: str | torch.device = "cpu") -> tuple[int, State] | None:
@@ -281,11 +281,18 @@ def _verified(path: Path) -> bytes:
     sidecar = _sidecar(path)
     if not sidecar.exists():
         raise CorruptCheckpoint(f"{path} has no checksum {sidecar.name}, so its writing may not have finished")
-    expected = sidecar.read_text(errors="replace").partition(" ")[0]
+    expected = _noted(sidecar)
+    if not re.fullmatch("[0-9a-f]{64}", expected):
+        raise CorruptCheckpoint(f"{path} cannot be verified: {sidecar.name} holds no checksum")
     found = hashlib.sha256(data).hexdigest()
     if found != expected:
         raise CorruptCheckpoint(f"{path} is corrupt: its sha256 is {found[:8]}…, and should be {expected[:8]}…")
     return data
+
+
+def _noted(sidecar: Path) -> str:
+    """Return the checksum that a file notes, whatever it holds."""
+    return sidecar.read_text(errors="replace").partition(" ")[0]
 
 
 def _is_whole(path: Path) -> bool:

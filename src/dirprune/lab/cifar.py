@@ -1,5 +1,6 @@
 """CIFAR-10 and CIFAR-100 in their official binary layout: records of label bytes and 3072 pixels, plane by plane."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,9 +42,10 @@ def read_cifar(name: str, root: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tens
     folder = root / layout.folder
     missing = [file for file in (*layout.train, *layout.test) if not (folder / file).is_file()]
     if missing:
+        place = shlex.quote(str(root))
         raise FileNotFoundError(
-            f"{name}: no {', '.join(missing)} in {folder}; `dirprune data {name} --to {root}` gets the set, "
-            f"then pass `--data {root}` (or set DIRPRUNE_DATA={root})"
+            f"{name}: no {', '.join(missing)} in {folder}; `dirprune data {name} --to {place}` gets the set, "
+            f"then pass `--data {place}` (or set DIRPRUNE_DATA={place})"
         )
     return _read_files(folder, layout.train, layout), _read_files(folder, layout.test, layout)
 

@@ -378,6 +378,8 @@ def bench(
         where = device_of(device)
         names = model or (["vgg16", "wrn28x10", "resnet50"] if where.type == "cuda" else ["small"])
         costs: list[benchmark.Cost] = []
+        if out:
+            benchmark.write([], out, where)  # a table that cannot be read or written is told before the work
         finished = False
         with bar("benchmarks", total=2 * len(names)) as advance, suppress(KeyboardInterrupt):
             for name in names:

@@ -74,9 +74,19 @@ class Row:
 
     @staticmethod
     def of(run: Run, outcome: Outcome) -> Row:
-        """Read the row of a run that ended so."""
+        """Read the row of a run that ended so.
+
+        Raises:
+            ValueError: its last epoch, whose numbers a comparison is about, is not in its records.
+        """
         trial, records = Trial.of(run.recipe), run.records()
         last = records[-1] if records else None
+        reached = last.epoch if last else 0
+        if reached < run.recipe.epochs and not outcome.diverged:
+            raise ValueError(
+                f"{run.folder / 'metrics.jsonl'} ends at epoch {reached}, but the run has {run.recipe.epochs}; restore "
+                f"it from a copy, or remove {run.folder}: its row of the tables then counts, or it is trained again"
+            )
         return Row(
             run=run.folder.name,
             method=trial.contestant.name,

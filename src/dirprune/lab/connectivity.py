@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
@@ -257,7 +258,14 @@ def _fit(job: _Job) -> Iterator[Progress]:
         checkpoint.prune(folder, keep=())
 
     table = job.out / "fit.csv"
-    rows = read_rows(table, FitRecord)[:done]
+    rows = [row for row in read_rows(table, FitRecord) if row.epoch <= done]
+    if done and done not in (row.epoch for row in rows):
+        warnings.warn(
+            f"{table} lacks epoch {done}, of which the newest checkpoint is; the fit continues from there without the "
+            "records that are lost",
+            experiment.LostRecords,
+            stacklevel=2,
+        )
     yield Progress("fit", done, options.epochs)
     schedule = Schedule(options.schedule)
     records = fit_curve(
@@ -342,7 +350,8 @@ def _summarise(job: _Job) -> None:
         epochs = read_rows(job.out / "fit.csv", FitRecord)
         curve = [(row.x, row.y) for row in read_rows(job.out / "points.csv", Placed) if row.name == "curve"]
         summary["length"] = sum(map(math.dist, curve, curve[1:]))
-        summary["fit"] = {"loss": epochs[-1].loss, "seconds": sum(record.seconds for record in epochs)}
+        loss = next((record.loss for record in epochs if record.epoch == job.options.epochs), None)  # unless it is lost
+        summary["fit"] = {"loss": loss, "seconds": sum(record.seconds for record in epochs)}
     if published := published_curve(config):
         fit = {name: getattr(published, name) for name in ("length", "epochs", "lr", "momentum")}
         summary["published"] = {**facts_of(published.profile), **fit}

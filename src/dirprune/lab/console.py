@@ -124,6 +124,7 @@ def _is_ours(kind: type) -> bool:
 _REMEDIES = {
     **dict.fromkeys(("EACCES", "EPERM", "EEXIST", "ENOTDIR", "EROFS"), "; choose another folder"),
     **dict.fromkeys(("ENOSPC", "EDQUOT"), "; make room, or choose another folder"),
+    "EFBIG": "; raise the limit on the size of files (ulimit -f)",
 }
 
 

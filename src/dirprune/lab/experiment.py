@@ -199,6 +199,7 @@ def _conduct(
             _save(run, 0, parts, method)
     if done == recipe.epochs:
         if process.is_first and run.outcome() is None:  # it was stopped between its last checkpoint and its end
+            checkpoint.prune(run.checkpoints, keep=recipe.keep)
             run.conclude(Outcome(sparsity(parts.model)))
         return
     if device.type == "cuda":

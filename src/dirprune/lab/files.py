@@ -24,24 +24,25 @@ class InUse(RuntimeError):
 
 
 @contextmanager
-def locked(folder: Path, doing: str = "written") -> Iterator[None]:
+def locked(folder: Path, doing: str = "written", *, wait: bool = False) -> Iterator[None]:
     """Hold the folder: a second job that asks for it is refused. The system lets go of it when this process ends.
 
-    ``doing`` is what the refusal says of the folder: "runs/a is being trained by process 7 on host".
+    ``doing`` is what the refusal says of the folder: "runs/a is being trained by process 7 on host". With ``wait``, for
+    what takes no time, a second job is not refused but waits.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
             number = re.search(r"\d+", holder)
             remedy = f", or stop it with `kill {number[0]}`" if number else ""
             raise InUse(f"{folder} is being {doing} by {holder}; wait for it{remedy}") from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}")
-        file.flush()
+        with suppress(OSError):  # a full disk: who is refused then is not told by whom
+            file.truncate(0)
+            os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
         yield
 
 
@@ -68,16 +69,25 @@ def _temporary(path: Path) -> Path:
 
 
 @contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Let errors name this path: one of writing to an open file names none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a path to write to, and put what was written in the place of a file; if that fails, the old one stays."""
     temporary = _temporary(path)
     try:
-        yield temporary
-        temporary.replace(path)
-    except OSError as error:
+        with named(path):
+            yield temporary
+            temporary.replace(path)
+    finally:
         with suppress(OSError):  # a read-only disk
             temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -15,6 +15,7 @@ import typer
 
 from dirprune.lab.console import INTERRUPTED, Interruption, bar, emit, is_terminal, say
 from dirprune.lab.experiment import conduct
+from dirprune.lab.files import named
 from dirprune.lab.loader import Batch, Loader
 from dirprune.lab.processes import Process, joined
 from dirprune.lab.runs import Run, load
@@ -210,16 +211,21 @@ def _board(run: Run, wanted: bool) -> Iterator[Callable[[EpochRecord], None]]:
         return
     from torch.utils.tensorboard import SummaryWriter
 
-    # What a killed session wrote beyond the last checkpoint is replaced.
-    writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.saved + 1)
+    folder = run.folder / "tensorboard"
+    with named(folder):
+        writer: Any = SummaryWriter(str(folder), purge_step=1)  # what earlier sessions wrote is replaced
 
     def log(record: EpochRecord) -> None:
-        for name, value in record.to_dict().items():
-            if name != "epoch":
-                writer.add_scalar(name, value, record.epoch)
-        writer.flush()
+        with named(folder):
+            for name, value in record.to_dict().items():
+                if name != "epoch":
+                    writer.add_scalar(name, value, record.epoch)
+            writer.flush()
 
     try:
+        for record in run.records():  # of an epoch that was saved, a killed session may have written no event
+            if record.epoch <= run.saved:
+                log(record)
         yield log
     finally:
         writer.close()

@@ -13,6 +13,7 @@ from typing import Any
 
 from dirprune.lab import recipes, runs
 from dirprune.lab.data import WHOLE
+from dirprune.lab.files import locked
 from dirprune.lab.recipes import FREE_TO_CHANGE, Recipe
 from dirprune.lab.tables import read_rows, write_rows
 from dirprune.lab.train import EpochRecord
@@ -91,17 +92,19 @@ def collect(folders: Iterable[Path], results: Path) -> list[str]:
     A run is known by its recipe, optimizer, c, μ, seed and departures. Collected again it replaces its rows, unless the
     ledger already holds more epochs of it: so collecting twice changes nothing, and a resumed run grows.
     """
-    known = {trajectory.entry.run: trajectory for trajectory in read(results)}
-    taken = []
-    for folder in folders:
-        found = _trajectory(runs.load(folder))
-        name = found.entry.run
-        if name not in known or len(found.epochs) >= len(known[name].epochs):
-            known[name] = found
-            taken.append(name)
-    write_rows(results / "ledger.csv", Entry, [trajectory.entry for trajectory in known.values()])
-    every = [epoch for trajectory in known.values() for epoch in trajectory.epochs]
-    write_rows(results / "trajectories.csv", Epoch, every)
+    every = [_trajectory(runs.load(folder)) for folder in folders]
+    with locked(results, wait=True):  # another job may collect at the same time
+        known = {trajectory.entry.run: trajectory for trajectory in read(results)}
+        taken = []
+        for found in every:
+            name = found.entry.run
+            if name not in known or len(found.epochs) >= len(known[name].epochs):
+                known[name] = found
+                taken.append(name)
+        # The epochs first: a run that is in the ledger without them would count as trained, and not be collected again.
+        epochs = [epoch for trajectory in known.values() for epoch in trajectory.epochs]
+        write_rows(results / "trajectories.csv", Epoch, epochs)
+        write_rows(results / "ledger.csv", Entry, [trajectory.entry for trajectory in known.values()])
     return taken
 
 

@@ -107,7 +107,7 @@ def project(
         for epoch in chosen
     }
     settings = {"sgd": sgd.folder.name, "k": k, **asdict(lanczos)}
-    with measuring(out, settings, environment(device), files=files):
+    with measuring(out, settings, environment(device), table="projection.csv", files=files):
         bench: Subject | None = None
         known = {row.epoch for row in read_rows(out / "eigenvalues.csv", EigenvalueRow)}
         for epoch in chosen:
@@ -118,6 +118,7 @@ def project(
                 bench.load(weights_of(sgd, epoch)[1])
                 new = yield from _measure_epoch(bench, missing, epoch, k, lanczos, out)
                 measured |= {row.run: row for row in new}
+            shutil.rmtree(_products(out, epoch), ignore_errors=True)  # here, so that those of a stop just before go too
             yield from (measured[run.folder.name] for run in grdas)
 
 
@@ -126,14 +127,18 @@ def _measure_epoch(
 ) -> Generator[Progress, None, list[ProjectionRow]]:
     """Yield the progress; add rows for these runs at the subject's weights to the tables in ``out``, return them."""
     here = yield from bench.ranked(lanczos, what=f"epoch {epoch}")
-    journal = Journal(here.hessian, products := out / f"products-{epoch:04d}")
+    journal = Journal(here.hessian, _products(out, epoch))
     pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what=f"epoch {epoch}", judge=here.judge)
     rows = [_measure(run, epoch, here, pairs, goal) for run in runs]
     values = _eigenvalues(epoch, pairs)
     merge_rows(out / "eigenvalues.csv", EigenvalueRow, values, key=("epoch", "index"), in_order=True)
     merge_rows(out / "projection.csv", ProjectionRow, rows, key=("epoch", "run"), in_order=True)
-    shutil.rmtree(products)
     return rows
+
+
+def _products(out: Path, epoch: int) -> Path:
+    """Return the folder of the products of an epoch that is not finished."""
+    return out / f"products-{epoch:04d}"
 
 
 def check_comparable(sgd: Run, grdas: Sequence[Run]) -> None:

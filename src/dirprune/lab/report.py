@@ -337,7 +337,8 @@ def _notes(group: Group) -> list[str]:
         elif not records:
             notes.append(f"{run.folder} has no finished epoch yet and is left out")
         elif len(records) < recipe.epochs:
-            notes.append(f"{run.folder} has {len(records)} of {recipe.epochs} epochs; `dirprune resume {run.folder}`")
+            command = f"dirprune resume {runs.quoted(run.folder)}"
+            notes.append(f"{run.folder} has {len(records)} of {recipe.epochs} epochs; `{command}`")
     if row.epoch and any(records and records[-1].epoch > row.epoch for records in group.records):
         notes.append(f"{group.label}: its seeds are compared at epoch {row.epoch}, the last that all of them have")
     if repeated := sorted({seed for seed in row.seeds if row.seeds.count(seed) > 1}):

@@ -34,7 +34,7 @@ import dirprune
 from dirprune import SparsityReport
 from dirprune.lab import checkpoint
 from dirprune.lab.data import ON_DISK, data_root
-from dirprune.lab.files import LOCK, locked, taken, to_json, write_json, write_text
+from dirprune.lab.files import LOCK, InUse, locked, taken, to_json, write_json, write_text
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.train import EpochRecord
 from dirprune.zeros import LayerSparsity
@@ -109,7 +109,7 @@ class Run:
         records: list[EpochRecord] = []
         try:
             records.extend(_record(json.loads(line)) for line in lines)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             number = len(records) + 1
             raise ValueError(f"line {number} of {path} is not an epoch record: {error}; correct it by hand") from error
         return records
@@ -119,19 +119,32 @@ class Run:
         return locked(self.folder, "trained")
 
     def append(self, record: EpochRecord) -> None:
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(to_json(record.to_dict()) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        path = self.folder / "metrics.jsonl"
+        try:
+            with path.open("a") as file:
+                file.write(to_json(record.to_dict()) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:  # which names no file where it is writing that failed
+            raise OSError(
+                error.errno,
+                f"epoch {record.epoch} was not recorded ({error.strerror}); what was saved before is intact. Make room "
+                "or repair the disk, then resume",
+                str(path),
+            ) from error
 
     def discard(self) -> None:
-        """Remove what `create` and a session without an epoch made, and the folder if nothing else is in it."""
-        for name in ("config.json", "environment.json", "metrics.jsonl", "outcome.json", LOCK):
-            (self.folder / name).unlink(missing_ok=True)
-        for folder in (self.checkpoints, self.folder / "tensorboard"):
-            shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):
-            self.folder.rmdir()
+        """Remove what `create` and a session without an epoch made, and the folder if nothing else is in it.
+
+        A run that another job has begun to train meanwhile is that job's, and stays.
+        """
+        with suppress(InUse), self.locked():
+            for name in ("config.json", "environment.json", "metrics.jsonl", "outcome.json", LOCK):
+                (self.folder / name).unlink(missing_ok=True)
+            for folder in (self.checkpoints, self.folder / "tensorboard"):
+                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                self.folder.rmdir()
 
     def rewind(self, epoch: int) -> None:
         """Forget the records after ``epoch``, and the outcome: training goes on from there and writes them again."""
@@ -179,7 +192,9 @@ class Run:
 def create(folder: Path, recipe: Recipe) -> Run:
     """Make the directory of a new run; one that is there already is not touched."""
     if taken(folder, "config.json"):
-        remedy = f"continue it with `dirprune resume {folder}`, or " if (folder / "config.json").is_file() else ""
+        remedy = (
+            f"continue it with `dirprune resume {quoted(folder)}`, or " if (folder / "config.json").is_file() else ""
+        )
         raise RunExists(f"{folder} exists and is never overwritten; {remedy}give another --out")
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
@@ -220,20 +235,27 @@ def unused(folder: Path) -> Path:
     return candidate
 
 
+def quoted(folder: Path) -> str:
+    """Return a folder as a shell takes it."""
+    return shlex.quote(str(folder))
+
+
 def load(folder: Path) -> Run:
     """Open a run that is there."""
     config = folder / "config.json"
     if not folder.exists():
         raise FileNotFoundError(f"{folder} does not exist; name the folder of a run, as `dirprune train` makes them")
+    copies = "restore it: every checkpoint holds a copy under 'recipe'"
     if not config.is_file():
+        if checkpoint.epochs(folder / "checkpoints"):
+            raise FileNotFoundError(f"{config} is gone; {copies}")
         inside = sorted(str(path.parent) for path in folder.glob("*/config.json"))
         remedy = f"it contains {', '.join(inside)}" if inside else "`dirprune train` makes one"
         raise FileNotFoundError(f"{folder} is not a run: it has no config.json; {remedy}")
     try:
         return Run(folder, Recipe.from_dict(json.loads(config.read_text())))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        remedy = "restore it: every checkpoint holds a copy under 'recipe'"
-        raise ValueError(f"{config} cannot be read as a recipe: {error}; {remedy}") from error
+        raise ValueError(f"{config} cannot be read as a recipe: {error}; {copies}") from error
 
 
 def weights_of(run: Run, epoch: int | None = None) -> tuple[int, dict[str, Any]]:
@@ -248,7 +270,7 @@ def weights_of(run: Run, epoch: int | None = None) -> tuple[int, dict[str, Any]]
     if found is None:
         if run.records():
             raise FileNotFoundError(f"the checkpoints of {run.folder} are gone; train again with another --out")
-        raise FileNotFoundError(f"{run.folder} has no checkpoint yet; `dirprune resume {run.folder}` trains it")
+        raise FileNotFoundError(f"{run.folder} has no checkpoint yet; `dirprune resume {quoted(run.folder)}` trains it")
     return found[0], found[1]["model"]
 
 

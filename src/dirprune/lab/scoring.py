@@ -20,7 +20,7 @@ from dirprune.lab.console import NOTHING
 from dirprune.lab.progress import Progress
 from dirprune.lab.runs import Run, environment, weights_of
 from dirprune.lab.spectrum import Journal, Lanczos, Subject, conv_precision, leading_eigenpairs, subject
-from dirprune.lab.tables import measuring, read_rows, write_rows
+from dirprune.lab.tables import measuring, merge_rows, read_rows, write_rows
 from dirprune.lab.train import evaluate, recalibrate_batchnorm
 from dirprune.weights import flatten, put, take, unflatten
 
@@ -125,7 +125,7 @@ def score(
     settings = {"run": run.folder.name, "epoch": epoch, "samples": samples, "recalibrate": recalibrate}
     files = {f"epoch {epoch} of {run.folder.name}": checkpoint.checksum(run.checkpoints, epoch)}
     bench = subject(run.recipe, lanczos, device=device, root=root)
-    with measuring(out, settings | asdict(lanczos), environment(device), files=files):
+    with measuring(out, settings | asdict(lanczos), environment(device), table="score.csv", files=files):
         bench.load(state)
         bench = yield from bench.ranked(lanczos, what="eigenpairs")
         yield from _prune_all(bench, state, out, ks, grid, samples, recalibrate, lanczos)
@@ -229,7 +229,7 @@ def _eigenvectors(bench: Subject, w: Tensor, k: int, lanczos: Lanczos, out: Path
     shares = (inner(pairs.vectors.T, w.sign()) ** 2 / len(w)).tolist()
     found = zip(pairs.values.tolist(), pairs.residuals.tolist(), shares, strict=True)
     rows = [SpectrumRow(i, value, r, r <= goal, share) for i, (value, r, share) in enumerate(found, start=1)]
-    write_rows(out / "eigenvalues.csv", SpectrumRow, rows)
+    merge_rows(out / "eigenvalues.csv", SpectrumRow, rows, key=("index",), in_order=True)  # more may be known
     return pairs.vectors[:, pairs.values > 0]
 
 

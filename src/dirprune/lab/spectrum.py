@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -230,7 +231,8 @@ class Journal:
         except OSError as error:
             self._keeps = False
             warnings.warn(
-                f"{self._folder}: {error.strerror}; products are no longer kept; after a stop they are computed again",
+                f"{self._folder}: {os.strerror(error.errno or 0)}; products are no longer kept; after a stop they are "
+                "computed again",
                 NotKept,
                 stacklevel=3,
             )

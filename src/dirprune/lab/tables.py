@@ -20,12 +20,20 @@ else:
     Row = TypeVar("Row")
 
 SETTINGS = "settings.json"
+
+
+def _read_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):  # a spreadsheet writes them in capitals
+        raise ValueError("it is neither True nor False")
+    return text.lower() == "true"
+
+
 _READERS: dict[Any, Callable[[str], Any]] = {
     int: int,
     float: float,
     float | None: lambda text: float(text) if text else None,
     str: str,
-    bool: "True".__eq__,
+    bool: _read_bool,
 }
 
 
@@ -46,6 +54,8 @@ def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
     """Return the rows that `write_rows` wrote, exactly; none if there is no such file.
 
+    What a spreadsheet makes of the file is read as well: a mark before the first column, other ends of lines.
+
     >>> import tempfile
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
@@ -60,14 +70,32 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
     if not path.exists():
         return []
     readers = {name: _READERS[hint] for name, hint in get_type_hints(kind).items()}
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         try:
             table = csv.DictReader(file)
             if lacking := [name for name in readers if name not in (table.fieldnames or ())]:
                 raise ValueError(f"it has no column {lacking[0]}")
-            return [kind(**{name: reader(row[name]) for name, reader in readers.items()}) for row in table]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read as a table of {kind.__name__} ({error}); delete it") from error
+            return [kind(**_values(row, readers, table.line_num)) for row in table]
+        except (ValueError, csv.Error) as error:
+            raise ValueError(
+                f"{path} cannot be read as a table of {kind.__name__} ({error}); correct it, or restore it from a "
+                "copy, or, if you can do without its rows, delete it"
+            ) from error
+
+
+def _values(row: Mapping[Any, Any], readers: Mapping[str, Callable[[str], Any]], line: int) -> dict[str, Any]:
+    """Return the cells of a row as what they stand for."""
+    if None in row:  # under which `csv` has what is beyond the last column
+        raise ValueError(f"line {line} has more cells than there are columns")
+    values = {}
+    for name, reader in readers.items():
+        if row[name] is None:
+            raise ValueError(f"line {line} ends before its column {name}")
+        try:
+            values[name] = reader(row[name])
+        except ValueError as error:
+            raise ValueError(f"line {line} has {name}={row[name]!r}: {error}") from error
+    return values
 
 
 def merge_rows(path: Path, kind: type[Row], rows: Iterable[Row], *, key: Sequence[str], in_order: bool = False) -> None:
@@ -91,11 +119,12 @@ def measuring(
     settings: Mapping[str, Any],
     environment: Mapping[str, Any],
     *,
+    table: str,
     files: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
     """Hold a folder of rows and `settle` how they are measured; if nothing is, nothing of it stays."""
     with locked(folder):
-        settle(folder, settings, environment, files=files)
+        settle(folder, settings, environment, table=table, files=files)
         try:
             yield
         finally:
@@ -116,6 +145,7 @@ def settle(
     settings: Mapping[str, Any],
     environment: Mapping[str, Any],
     *,
+    table: str,
     files: Mapping[str, str] | None = None,
 ) -> None:
     """Note in settings.json how the rows of a folder are measured, and refuse to add rows measured in another way.
@@ -124,16 +154,23 @@ def settle(
         folder: of the rows.
         settings: in which all rows agree.
         environment: of this session.
+        table: the name of the file of rows: where it is there, the settings must be too.
         files: checksums of what is measured, by a name; more of them may join, but none may change.
 
     Raises:
         OtherSettings: the folder was begun with other settings, or with other files of these names.
+        ValueError: how its rows were measured cannot be told.
     """
     path = folder / SETTINGS
     wanted = as_read(settings)
     noted: dict[str, Any] = {"settings": wanted, "sessions": []}
+    remedy = "restore it from a copy, give another --out, or delete the folder"
     if path.exists() and _holds_more(folder):
-        noted |= read_json(path, dict, "give another --out, or delete the folder")
+        noted = read_json(path, dict, remedy)
+        if not (isinstance(noted.get("settings"), dict) and isinstance(noted.get("sessions"), list)):
+            raise ValueError(f"{path} does not tell how the rows beside it were measured; {remedy}")
+    elif (folder / table).exists():
+        raise ValueError(f"{path} is gone, which tells how the rows of {table} were measured; {remedy}")
     differing = [key for key in wanted if noted["settings"].get(key) != wanted[key]]
     if differing:
         there = ", ".join(f"{key}={noted['settings'].get(key)}" for key in differing)
