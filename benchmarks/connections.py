@@ -1,4 +1,4 @@
-"""Why RigL is the last on VGG16: a small copy of the network, with connections that move, that stay or are chosen.
+"""What RigL's connections do in a small copy of VGG16: those that move, those that stay, and those that are chosen.
 
     python benchmarks/connections.py [--part 4] [--seeds 2] [--data DIR] [--out results/connections-vgg16.csv]
 
