@@ -19,19 +19,24 @@ import argparse
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
-from training import CPU, trained
+import torch
 
 from dirprune.lab import recipes
 from dirprune.lab.comparison import Row, shared
+from dirprune.lab.experiment import assemble, make_method
 from dirprune.lab.ranking import paired_gap, rank
 from dirprune.lab.recipes import Option, Recipe
 from dirprune.lab.report import Spread
+from dirprune.lab.reward import Reward, Sample
 from dirprune.lab.runs import environment
 from dirprune.lab.tables import merge_rows, read_rows
+from dirprune.lab.train import EpochRecord, evaluate, train
 from dirprune.lab.trials import Trial, contestant
 
+CPU = torch.device("cpu")
 COMPARED = Path("results/compare-digits/comparison.csv")
 SPARSITIES = (0.8, 0.9, 0.95)
 DECAYS = (0.055, 0.075, 0.11)
@@ -55,6 +60,38 @@ def departures() -> dict[str, list[Recipe]]:
         "one-stage": variants("amc", SPARSITIES, stages=1),
         "masks-alone": variants("rigl", SPARSITIES, rescale=False),
     }
+
+
+def trained(recipe: Recipe) -> list[EpochRecord]:
+    """Train a recipe in memory, as `dirprune compare` would, and return its epochs.
+
+    The last is tested on the test set, even where images are held out, by which a method that searches is rewarded.
+
+    >>> [record.epoch for record in trained(recipes.changed(recipes.get("digits"), epochs=2))]
+    [1, 2]
+    """
+    execution = recipe.execution(CPU.type)
+    with execution.threading():
+        parts = assemble(recipe, device=CPU, root=None)
+        images, test = parts.loaders.train, parts.loaders.test
+        method = make_method(recipe, Reward(parts.loaders, execution))
+        method.attach(parts.model, parts.optimizer, steps=recipe.epochs * len(images), examples=images.examples)
+        records = list(
+            train(
+                parts.model,
+                parts.optimizer,
+                images,
+                Sample(tuple(islice(test, 1)), test.batch_size, test.batch_size),  # testing takes its time
+                epochs=recipe.epochs,
+                lr=recipe.lr,
+                schedule=recipe.schedule,
+                seed=recipe.seed,
+                execution=execution,
+                method=method,
+            )
+        )
+        score = evaluate(parts.model, test, execution=execution)
+    return [*records[:-1], replace(records[-1], test_loss=score.loss, test_accuracy=score.accuracy)]
 
 
 def measure(recipe: Recipe) -> Row:

@@ -7,14 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import clusters
-import connections
 import departures
 import pytest
-import torch
-from training import CPU, trained
+from departures import CPU, trained
 
 from dirprune.lab import runs
-from dirprune.lab.baselines import RigL
 from dirprune.lab.comparison import Row
 from dirprune.lab.experiment import conduct
 from dirprune.lab.recipes import Recipe
@@ -76,23 +73,6 @@ def test_a_cluster_is_missed_without_a_least_number_of_products_and_found_with_o
     missed, products = found["2k + 20"]
     assert not missed
     assert products >= 32
-
-
-def test_the_copy_of_vgg16_is_narrow_and_the_densities_are_those_of_rigl() -> None:
-    model = connections.eighth(10)
-    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-    assert [layer.out_channels for layer in model.features if isinstance(layer, torch.nn.Conv2d)][::4] == [
-        8,
-        32,
-        64,
-        64,
-    ]
-    rigl = RigL(sparsity=connections.SPARSITY, seed=3)
-    rigl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=10, examples=10)
-    zeros = {name: float((~mask).double().mean()) for name, mask in rigl.masks.items()}
-    assert connections.formula(model) == pytest.approx(zeros, abs=0.01)
-    assert connections.kept(rigl, seed=3) == 1
-    assert connections.kept(rigl, seed=4) < 0.5
 
 
 def test_the_departures_are_those_that_their_names_say() -> None:
