@@ -218,7 +218,7 @@ def test_the_device_decides_how_steps_run() -> None:
     recipe = recipes.get("vgg16-cifar10")
     fast = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True, lean=True)
     assert recipe.execution("cuda") == fast
-    assert recipe.execution("cpu") == Execution()
+    assert recipe.execution("cpu") == Execution(channels_last=True)
     with pytest.raises(ValueError, match="precision='float16' is not known; take one of float32, bfloat16"):
         Execution(precision="float16")
 

@@ -16,6 +16,7 @@ from dirprune.lab.names import unknown
 from dirprune.lab.schedules import Schedule
 
 OPTIMIZERS = ("grda", "sgd")
+PLAIN = Execution(channels_last=True)  # which a CPU's convolutions too are fastest in
 FAST = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True, lean=True)
 
 FREE_TO_CHANGE = {"about", "keep", "published", "cpu", "cuda"}
@@ -66,7 +67,7 @@ class Recipe:
     seed: int = 0
     keep: tuple[int, ...] = ()
     published: tuple[tuple[float, float], ...] = ()
-    cpu: Execution = field(default_factory=Execution)
+    cpu: Execution = PLAIN
     cuda: Execution = FAST
 
     def __post_init__(self) -> None:
@@ -369,7 +370,6 @@ def wrn10x1_cifar10_short() -> Recipe:
         epochs=5,
         c=5e-3,
         published=(),
-        cpu=Execution(channels_last=True),  # a quarter faster than torch's default format
     )
 
 
