@@ -16,7 +16,7 @@ from dirprune.lab import recipes
 from dirprune.lab.execution import Execution
 from dirprune.lab.experiment import make_optimizer
 from dirprune.lab.names import unknown
-from dirprune.lab.recipes import Recipe
+from dirprune.lab.recipes import Recipe, differing
 from dirprune.lab.schedules import Schedule
 
 CIFAR: dict[str, Any] = {"batch_size": 128, "lr": 0.1, "schedule": Schedule("constant-linear-constant")}
@@ -100,6 +100,14 @@ def test_modern_recipes_differ_in_network_length_and_rate_alone(
     assert recipe.schedule == Schedule("cosine", warmup=1)
     assert recipe.schedule.factor(1, epochs, 0.5) == 0.5  # in the middle of the warm-up
     assert recipe.schedule.factor(epochs, epochs, 1.0) == pytest.approx(0)
+
+
+def test_the_modern_digits_recipe_optimizes_as_the_modern_ones_do() -> None:
+    modern, digits = recipes.get("digits-modern"), recipes.get("digits")
+    optimization = {"lr", "c", "mu", "momentum", "nesterov", "weight_decay", "exempt", "schedule"}
+    assert set(differing(modern, digits, free={"name", "about"})) == optimization
+    others = set(differing(modern, recipes.get("resnet18-cifar10"), free={"lr", "c"})) & optimization
+    assert others == set()
 
 
 def test_a_method_trains_with_its_own_optimizer() -> None:

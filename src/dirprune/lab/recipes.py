@@ -384,6 +384,23 @@ def wrn10x1_cifar100_short() -> Recipe:
 
 
 @recipe
+def digits_modern() -> Recipe:
+    return replace(
+        digits(),
+        name="digits-modern",
+        about="the digits network the modern way: momentum, weight decay, cosine",
+        lr=0.05,
+        c=2e-3,
+        mu=0.8,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=5e-4,
+        exempt=("bias", "norm"),
+        schedule=Schedule("cosine", warmup=1),
+    )
+
+
+@recipe
 def digits_short() -> Recipe:
     return replace(
         digits(), name="digits-short", about="the digits recipe for 5 epochs: a second on a CPU", epochs=5, c=0.02
