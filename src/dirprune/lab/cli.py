@@ -1,4 +1,4 @@
-"""The commands: one function a verb. Everything heavy is imported inside, so that --help answers at once."""
+"""The commands, one function per verb. Heavy imports happen inside the functions, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def report(
         from dirprune.lab import report as reports
 
         found, paths = reports.report(run), []
-        if is_terminal():  # before the figures, which may fail alone
+        if is_terminal():  # show the table first: drawing the figures may fail
             cells = found.cells
             show("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2, spare=reports.SPARE)
             for note in found.notes:
@@ -379,7 +379,7 @@ def bench(
         names = model or (["vgg16", "wrn28x10", "resnet50"] if where.type == "cuda" else ["small"])
         costs: list[benchmark.Cost] = []
         if out:
-            benchmark.write([], out, where)  # a table that cannot be read or written is told before the work
+            benchmark.write([], out, where)  # fail before measuring if the file cannot be read or written
         finished = False
         with bar("benchmarks", total=2 * len(names)) as advance, suppress(KeyboardInterrupt):
             for name in names:
@@ -388,7 +388,7 @@ def bench(
                     advance(1, note=f"{cost.model} {cost.optimizer}: {cost.ms:.2f} ms")
                     if not is_terminal():
                         emit({**cost.to_dict(), "ratio_to_sgd": benchmark.ratio_to_sgd(cost, costs)})
-                if out:  # network by network: what is measured is kept
+                if out:  # after each network, so that an interruption loses at most one
                     benchmark.write(costs, out, where)
             finished = True
         if is_terminal() and costs:
@@ -412,7 +412,7 @@ app.add_typer(cli_reproduce.app)
 def _remarks(
     recipe: Recipe, device_type: str, *, c: float | None, mu: float | None, lean: bool | None
 ) -> Iterator[str]:
-    """Yield what a user may not expect of the options that were given."""
+    """Yield remarks on effects of the given options that a user may not expect."""
     idle = [name for name, value in (("--c", c), ("--mu", mu)) if value is not None]
     if recipe.optimizer == "sgd" and idle:
         yield f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect with --optimizer sgd."
@@ -426,7 +426,7 @@ def _remarks(
 
 
 def _text(value: Any) -> str:
-    """Return a value of a recipe as a table shows it."""
+    """Return a recipe value as text for a table cell."""
     if isinstance(value, dict):
         return "\n".join(f"{key} {_text(each)}" for key, each in value.items())
     if isinstance(value, tuple):
@@ -437,7 +437,7 @@ def _text(value: Any) -> str:
 
 
 def _published(settings: tuple[tuple[float, float], ...]) -> str:
-    """Return the paper's settings as the end of a description."""
+    """Return the paper's settings as lines to append to a recipe's description."""
     by_c: dict[float, list[str]] = {}
     for c, mu in settings:
         by_c.setdefault(c, []).append(f"{mu:g}")
