@@ -87,7 +87,7 @@ Sweeps = dict[str, list[float]]
 
 
 def _plan(recipe: str, changes: dict[str, Any], root: Path | None, **options: Any) -> Callable[[Sweeps], list[Trial]]:
-    """Return what plans the trials by sweeps; the data are looked at for their number, which default ones depend on."""
+    """Return a function from sweeps to trials. Loads the data to count batches, on which default sweeps depend."""
     import torch
 
     from dirprune.lab import recipes, trials
@@ -107,9 +107,9 @@ def _train(
     root: Path | None,
     interruption: Interruption,
 ) -> None:
-    """Train before the user's eyes, to the end, to Ctrl-C or to the end of the time.
+    """Train the trials with a progress display, until they end, Ctrl-C is pressed or the time is up.
 
-    Sweeps that were not given are widened, a value at a time, until their runs enclose the sparsities.
+    Sweeps that were not given are widened, one value at a time, until their runs enclose the sparsities.
     """
     from dirprune.lab import comparison
     from dirprune.lab.compare import Progress, compare, wider
@@ -145,7 +145,7 @@ def _latest(sweeps: Sweeps) -> str:
 
 
 def _conclude(out: Path, sparsities: Sequence[float]) -> None:
-    """Show the ranking of what has ended so far, and write tables and figures."""
+    """Show the ranking of the runs that have ended so far, and write tables and figures."""
     from dirprune.lab import comparison
 
     found = comparison.read(out)
