@@ -1,4 +1,4 @@
-"""The command that runs the paper's tables again, and compares."""
+"""The command that reruns the experiments of the paper's tables and compares the results."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def reproduce(
 def _train_missing(
     missing: list[Recipe], folder: Path, results: Path, minutes: float | None, device: str, root: Path | None
 ) -> None:
-    """Train published runs before the user's eyes; what they have come to is in the ledger, however it ends."""
+    """Train published runs with a progress display. However this ends, their results so far go into the ledger."""
     from dirprune.lab import ledger
     from dirprune.lab.follow import device_of, follow_series
     from dirprune.lab.runs import default_name
