@@ -1,4 +1,4 @@
-"""The commands of researchers: the theorem, curvature and connectivity; one function a verb."""
+"""The commands for researchers, on the theorem, curvature and connectivity; one function per verb."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def project(
             root=data or sgd.last_root(),
         )
         rows = _drive("project", steps, Interruption(minutes))
-        measured = read_rows(out / "projection.csv", ProjectionRow)  # with those of earlier commands
+        measured = read_rows(out / "projection.csv", ProjectionRow)  # includes rows of earlier commands
         theirs = shares(sgd.recipe.data, sgd.recipe.model)
         figure = plots.save(projection_figure(measured, theirs), out / "projection.png")
         if is_terminal():
@@ -182,7 +182,7 @@ def score(
             root=data or found.last_root(),
         )
         _drive("score", steps, Interruption(minutes))
-        rows = measured(out)  # with those of earlier commands
+        rows = measured(out)  # includes rows of earlier commands
         figure = plots.save(score_figure(rows), out / "score.png")
         if is_terminal():
             show("Pruned without retraining", COLUMNS, [row.cells() for row in rows])
@@ -261,15 +261,15 @@ def _ranks(option: str, text: str) -> tuple[int, int | None]:
 
 
 def _stop(interruption: Interruption) -> NoReturn:
-    """End the command before its work has, having saved what it was worth."""
+    """Exit before the work is finished; the progress so far has been saved."""
     say(CONTINUE)
     raise typer.Exit(INTERRUPTED if interruption.asked else 0)
 
 
 def _drive(verb: str, steps: Any, interruption: Interruption, *, after: str = "product") -> list[Any]:
-    """Drive a generator of progress and rows before the user's eyes, and return the rows.
+    """Run a generator of progress and rows with a progress bar, and return the rows.
 
-    Closing it saves what was done; it can be interrupted ``after`` each of its steps.
+    Closing the generator saves its progress. It can be interrupted after each step, which messages call ``after``.
     """
     from dataclasses import asdict
 
