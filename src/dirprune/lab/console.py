@@ -1,4 +1,4 @@
-"""What the commands show: bars and tables at a terminal, one JSON object a line elsewhere; messages go to stderr."""
+"""Output of the commands: bars and tables on a terminal, JSON lines otherwise; messages go to stderr."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from rich.text import Text
 from dirprune.lab.files import to_json
 
 INTERRUPTED = 130
-QUIET = 10.0  # seconds without a word, where no bar is seen
-NOTHING = "–"  # in the cell of a table
-_WORDS = 20  # letters of a column of words that are kept on one line as long as another column can give way
+QUIET = 10.0  # seconds between progress lines where no bar can be drawn
+NOTHING = "–"  # a table cell without a value
+_WORDS = 20  # minimum width of a text column, as long as another column can be narrowed instead
 
 
 def is_terminal() -> bool:
@@ -46,22 +46,22 @@ def is_terminal() -> bool:
 
 
 def say(message: str) -> None:
-    """Tell the user something that is not a result."""
-    # Not typer.echo, which writes past a bar: a bar redirects sys.stderr, so as to keep below what is said.
+    """Print a message, which is not a result, to stderr."""
+    # Not typer.echo: it would bypass the redirection of sys.stderr that keeps a progress bar below the messages.
     try:
         print(wrapped(message) if sys.stderr.isatty() else message, file=sys.stderr, flush=True)
-    except BrokenPipeError:  # nobody listens any more, as when a signal has stopped a whole pipeline
+    except BrokenPipeError:  # the reader is gone, e.g. because a signal stopped the whole pipeline
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def say_once(message: str) -> None:
-    """Say it in the first of the processes that torchrun started, not in every one."""
+    """Print a message from the first of the processes that torchrun started only."""
     if os.environ.get("RANK", "0") == "0":
         say(message)
 
 
 def wrapped(text: str) -> str:
-    """Return a text as lines that the terminal has room for; an indent of four marks a command, which stays whole."""
+    """Wrap a text to the width of the terminal. A line indented by four is a command, and is not broken."""
     width = max(Console(stderr=True).width, 20)
     return "\n".join(line if line.startswith("    ") else _fill(line, width) for line in text.split("\n"))
 
@@ -72,20 +72,20 @@ def _fill(line: str, width: int) -> str:
 
 
 def emit(values: Mapping[str, Any]) -> None:
-    """Print a result for a machine."""
+    """Print a result to stdout as one line of JSON."""
     try:
         print(to_json(values), flush=True)
-    except OSError as error:  # that nobody takes the results is no reason to stop what makes them
-        if not isinstance(error, BrokenPipeError):  # the reader has seen enough
+    except OSError as error:  # the work continues even if nobody reads its results
+        if not isinstance(error, BrokenPipeError):  # a closed pipe needs no message
             say(f"dirprune: cannot write to stdout ({error.strerror}); continuing without it")
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 @contextmanager
 def clear_errors(stopped: str = "Stopped.") -> Iterator[None]:
-    """Show what the user can mend as one message, without a traceback; DIRPRUNE_TRACEBACK=1 shows that too.
+    """Show errors that the user can fix as one message. DIRPRUNE_TRACEBACK=1 shows the traceback as well.
 
-    Ctrl-C, where nobody else listens for it, says ``stopped``.
+    A Ctrl-C that nothing else handles prints ``stopped``.
     """
     try:
         with _clear_warnings():
@@ -103,7 +103,7 @@ def clear_errors(stopped: str = "Stopped.") -> Iterator[None]:
 
 @contextmanager
 def _clear_warnings() -> Iterator[None]:
-    """Show our own warnings as messages, without the line of code that gave them."""
+    """Show our own warnings as messages, without the source line that issued them."""
     with warnings.catch_warnings():
         usual = warnings.showwarning
 
@@ -131,7 +131,7 @@ _REMEDIES = {
 def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         known = errno.errorcode.get(error.errno or 0, "")
-        # A message of ours, in the place of the system's, has its own remedy.
+        # If we replaced the system's message by our own, that already contains the remedy.
         remedy = _REMEDIES.get(known, "") if error.strerror.startswith(os.strerror(error.errno or 0)) else ""
         return f"{error.strerror}: {error.filename}{remedy}" if error.filename else error.strerror
     return str(error)
@@ -145,14 +145,14 @@ def show(
     left: int = 1,
     spare: Sequence[str] = (),
 ) -> None:
-    """Print a table without the columns that hold nothing; what is too wide takes the first shape that fits.
+    """Print a table without its empty columns. If it is too wide for the terminal, use the first shape that fits.
 
     Args:
-        title: above it.
+        title: printed above the table.
         columns: the headers.
         rows: the cells; `NOTHING` stands for no value.
-        left: the first so many columns are words, the others numbers.
-        spare: the columns that may be left out for want of room, the first of them first.
+        left: number of leading columns that hold text; the others hold numbers.
+        spare: columns that may be dropped if the terminal is too narrow, in the order of dropping.
     """
     console = Console(width=None if is_terminal() else 200)
     lines = zip(columns, *rows, strict=True)
@@ -160,7 +160,7 @@ def show(
     told = [column for number, column in enumerate(every) if number == 0 or set(column.cells) != {NOTHING}]
     width = partial(_least_width, console)
     table = min(_shapes(title, told, spare), key=lambda shape: max(width(shape), console.width))
-    console.width = max(console.width, width(table))  # better broken lines than lost numbers
+    console.width = max(console.width, width(table))  # lines that wrap are better than numbers that are cut
     console.print(table)
 
 
@@ -176,15 +176,15 @@ class _Column:
 
     @property
     def same(self) -> bool:
-        """Whether every row says the same."""
+        """Whether there are several rows and all have the same value."""
         return len(self.cells) > 1 and len(set(self.cells)) == 1
 
 
 def _shapes(title: str, columns: Sequence[_Column], spare: Sequence[str]) -> Iterator[Table]:
-    """Yield a table in all its shapes, the best first.
+    """Yield the table in all its shapes, the best first.
 
-    Whole; with broken headers; on its side; without the columns that say the same in all rows, which a caption tells;
-    and without more and more of the ``spare`` ones.
+    The shapes are: complete; with wrapped headers; transposed; without the columns that are the same in all rows,
+    which move to a caption; and without more and more of the ``spare`` columns.
     """
     first, *others = zip(*((column.header, *column.cells) for column in columns), strict=True)
     turned = [_Column(line[0], line[1:], words=False) for line in others]
@@ -208,9 +208,9 @@ def _caption(same: Sequence[_Column], gone: Sequence[_Column]) -> str:
 
 
 def _table(title: str, columns: Sequence[_Column], words: int | None = None, caption: str = "") -> Table:
-    """Return a table; where ``words`` is given, headers may be broken, and words longer than that, but no numbers.
+    """Return a table. If ``words`` is given, headers and text columns wider than that may wrap, but not numbers.
 
-    The first column is never broken: it holds the names that the rows are known by.
+    The first column never wraps, because it identifies the rows.
     """
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", show_edge=False)
     table.caption, table.caption_justify, table.caption_style = caption or None, "left", "none"
@@ -249,10 +249,10 @@ MinutesOption = Annotated[
 
 
 class Interruption:
-    """When to stop: Ctrl-C, or a scheduler's SIGTERM, asks for it at the next good moment; so does the end of the time.
+    """Tells when to stop: after Ctrl-C, after a scheduler's SIGTERM, or when the time is up.
 
-    A second Ctrl-C stops at once. A second SIGTERM is not heard: torchrun and timeout send it twice, and who means it
-    has SIGKILL.
+    A second Ctrl-C stops immediately. A second SIGTERM is ignored, because torchrun and timeout send it twice; use
+    SIGKILL to stop immediately.
     """
 
     def __init__(self, minutes: float | None = None) -> None:
@@ -266,12 +266,12 @@ class Interruption:
 
     @property
     def late(self) -> bool:
-        """Whether the time has ended."""
+        """Whether the time is up."""
         return time.monotonic() >= self._end
 
     @contextmanager
     def listening(self, after: str = "epoch", *, quietly: bool = False) -> Iterator[Interruption]:
-        """Listen for the signals; the first one says ``after`` what it stops, unless another process says it."""
+        """Handle the signals. The first prints ``after`` what the command stops, unless ``quietly``."""
         then: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_IGN}
 
         def first(signum: int, frame: object) -> None:
@@ -290,7 +290,7 @@ class Interruption:
 
 
 class _Clock(ProgressColumn):
-    """The time left, or the time so far where the end is not known."""
+    """The time left, or the time elapsed if the total is not known."""
 
     def render(self, task: Task) -> Text:
         if task.total is None:
@@ -299,14 +299,14 @@ class _Clock(ProgressColumn):
 
 
 class _Note(ProgressColumn):
-    """What there is to say besides, cut where the terminal is too narrow for it."""
+    """The note at the end of a bar, cut if the terminal is too narrow."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["note"], no_wrap=True, overflow="ellipsis")
 
 
 def _columns(width: int) -> list[ProgressColumn]:
-    """Return the columns of a bar; where they do not fit, the note gives way, then the bar, but never the numbers."""
+    """Return the columns of a bar. If they do not fit, the note is shortened, then the bar, but never the numbers."""
     return [
         TextColumn("{task.description}"),
         BarColumn(bar_width=min(40, width // 8)),
@@ -319,15 +319,15 @@ def _columns(width: int) -> list[ProgressColumn]:
 
 @contextmanager
 def bar(description: str, total: float | None, *, unit: str = "") -> Iterator[Callable[..., None]]:
-    """Show a progress bar at a terminal, and elsewhere a line every ten seconds.
+    """Show a progress bar on a terminal, or print a line every ten seconds elsewhere.
 
-    Gives ``advance(count, note="…", total=…, restart="new description", unit="…")``.
+    Yields ``advance(count, note="…", total=…, restart="new description", unit="…")``.
     """
     console = Console(stderr=True)
-    hidden = not console.is_terminal or console.is_dumb_terminal  # where rich draws nothing either
+    hidden = not console.is_terminal or console.is_dumb_terminal  # rich draws nothing there
     columns = _columns(console.width)
     spoken = time.monotonic()
-    # Results must reach stdout, which may be a file while the bar is at a terminal.
+    # Do not redirect stdout: it may be a file while the bar is on a terminal.
     with Progress(*columns, console=console, disable=hidden, transient=True, redirect_stdout=False) as progress:
         task = progress.add_task(description, total=total, note="", unit=unit)
 
@@ -345,7 +345,7 @@ def bar(description: str, total: float | None, *, unit: str = "") -> Iterator[Ca
 
 
 def _line(task: Task) -> str:
-    """Return a bar in words: "epoch 5: 12/300 products, residual 1.9e-04"."""
+    """Return the state of a bar as text: "epoch 5: 12/300 products, residual 1.9e-04"."""
     numbers = [task.completed] if task.total is None else [task.completed, task.total]
     counted = f"{'/'.join(f'{round(number, 1):.10g}' for number in numbers)} {task.fields['unit']}".rstrip()
     return f"{task.description}: {', '.join(filter(None, (counted, task.fields['note'])))}"
