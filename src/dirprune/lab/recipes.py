@@ -1,6 +1,6 @@
-"""Recipes: everything that decides a training run, as plain values; one function per published run.
+"""Recipes: everything that decides a training run, as plain values. There is one function per recipe.
 
-A recipe is data. `dirprune.lab.experiment` turns one into a model, an optimizer and loaders.
+A recipe is data. `dirprune.lab.experiment` turns it into a model, an optimizer and loaders.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dirprune.lab.names import unknown
 from dirprune.lab.schedules import Schedule
 
 OPTIMIZERS = ("grda", "sgd")
-PLAIN = Execution(channels_last=True)  # which a CPU's convolutions too are fastest in
+PLAIN = Execution(channels_last=True)  # the fastest format for convolutions on a CPU, too
 FAST = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True, lean=True)
 
 FREE_TO_CHANGE = {"about", "keep", "published", "cpu", "cuda"}
-"""Fields that may change between two sessions of a run: how the arithmetic is done, and what no number depends on."""
+"""Fields that may change between sessions of a run: how it is executed, and fields that do not affect the results."""
 
 Option = float | str
-"""The value of an option of a method: what JSON keeps as it is."""
+"""The value of a method's option: a type that survives a round trip through JSON."""
 
 
 class BadValue(ValueError):
-    """A value that a field of a recipe cannot have."""
+    """A recipe field has a value that is not allowed."""
 
     def __init__(self, name: str, value: Any, remedy: str) -> None:
         super().__init__(f"{name}={value!r} cannot be used; {remedy}")
@@ -36,12 +36,12 @@ class BadValue(ValueError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training run, but for where it runs and where its files go.
+    """A training run, except for where it runs and where its files go.
 
-    ``published`` lists the (c, μ) of the paper's runs; ``exempt`` is what gRDA keeps dense (`prunable_groups`);
-    ``method`` names one of `dirprune.lab.baselines`, "" being the optimizer as it is, and ``options`` what that is made
-    with; ``statistics`` names the normalisation, the data set's own if empty; ``keep`` the epochs whose checkpoints
-    stay; ``cpu`` and ``cuda`` say how steps run there.
+    ``published`` lists the (c, μ) of the paper's runs. ``exempt`` is what gRDA keeps dense (`prunable_groups`).
+    ``method`` names one of `dirprune.lab.baselines`, or is "" for the plain optimizer; ``options`` are its arguments.
+    ``statistics`` names the normalisation; if empty, the data set's own is used. ``keep`` lists the epochs whose
+    checkpoints are kept. ``cpu`` and ``cuda`` say how steps run on these devices.
     """
 
     name: str
@@ -99,12 +99,12 @@ class Recipe:
 
     @property
     def pruner(self) -> str:
-        """What prunes: the method, or the optimizer as it is."""
+        """The name of what prunes: the method, or the optimizer if there is none."""
         return self.method or self.optimizer
 
     @property
     def setting(self) -> str:
-        """How the run is pruned, in a few words.
+        """A short description of how the run is pruned.
 
         >>> get("digits").setting, replace(get("digits"), method="rda", options=(("lam", 1e-3),)).setting
         ('gRDA c=0.016 μ=0.7', 'rda lam=0.001')
@@ -118,7 +118,7 @@ class Recipe:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Recipe:
-        """Return the recipe that `to_dict`, and JSON after it, gave these values; what older ones lack is as it was."""
+        """Return the recipe with these values from `to_dict` or JSON. Fields missing from old files get defaults."""
         known = {f.name for f in fields(Recipe)}
         if strange := [f"{name}={value!r}" for name, value in values.items() if name not in known]:
             raise ValueError(
@@ -135,9 +135,9 @@ class Recipe:
 
 
 def changed(recipe: Recipe, **changes: Any) -> Recipe:
-    """Return the recipe with what is not None; precision, compile and lean apply to both kinds of device.
+    """Return the recipe with all changes that are not None. Precision, compile and lean apply to both device types.
 
-    The changes are options of a command, and an error names them as they are typed.
+    The changes come from command-line options, and errors name the option as the user types it.
 
     >>> changed(get("digits"), lr=0.2, epochs=None, lean=True).cuda.lean
     True
@@ -155,7 +155,7 @@ def changed(recipe: Recipe, **changes: Any) -> Recipe:
 
 
 def differing(one: Recipe, other: Recipe, free: Container[str]) -> list[str]:
-    """Return the fields in which two recipes differ, but for those that are ``free`` to.
+    """Return the fields in which two recipes differ, except those in ``free``.
 
     >>> differing(get("digits"), replace(get("digits"), seed=3, lr=0.2), free={"seed"})
     ['lr']
@@ -168,7 +168,7 @@ _RECIPES: dict[str, Callable[[], Recipe]] = {}
 
 
 def recipe(function: Callable[[], Recipe]) -> Callable[[], Recipe]:
-    """Register a recipe under the name it gives itself."""
+    """Register a recipe under its own ``name``."""
     _RECIPES[function().name] = function
     return function
 
@@ -178,7 +178,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Recipe:
-    """Return the recipe called ``name``, or say which there are."""
+    """Return the recipe called ``name``; if there is none, raise an error that lists the known names."""
     if name in _RECIPES:
         return _RECIPES[name]()
     raise unknown("recipe", name, _RECIPES)
@@ -196,7 +196,7 @@ def digits() -> Recipe:
         c=0.016,
         mu=0.7,
         schedule=Schedule("constant-linear-constant"),
-        cpu=Execution(threads=1),  # for tensors this small as fast, and no number depends on how many cores there are
+        cpu=Execution(threads=1),  # as fast for such small tensors, and results do not depend on the number of cores
         cuda=Execution(),
     )
 
@@ -323,7 +323,7 @@ def vgg16_cifar10_modern() -> Recipe:
     return replace(
         resnet18_cifar10(),
         name="vgg16-cifar10-modern",
-        about="VGG16 on CIFAR-10 the modern way, at a rate that a network without BatchNorm bears",
+        about="VGG16 on CIFAR-10 the modern way, at a rate that a network without BatchNorm tolerates",
         model="vgg16",
         lr=0.03,
         c=1.2e-4,
