@@ -1,4 +1,4 @@
-"""The training loop: a generator of one record an epoch. Logging, saving and stopping are the caller's loop body."""
+"""The training loop: a generator of one record per epoch. Logging, saving and stopping are up to the caller."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from dirprune.modes import eval_mode, seeded
 from dirprune.options import set_lr
 
 CHECK_EVERY = 200
-"""Steps between looks at the loss for divergence: each one waits for the device."""
+"""Steps between checks of the loss for divergence; each check waits for the device."""
 
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """What one epoch gave; accuracies in percent, sparsity as a fraction.
+    """The results of one epoch; accuracies in percent, sparsity as a fraction.
 
     Train loss and accuracy are running means over the epoch, in training mode, on augmented data. ``norm_ratio`` is
     ‖w‖₂/‖w‖₁ over all parameters, at least d^-½.
@@ -53,7 +53,7 @@ class EpochRecord:
 
 
 class Divergence(FloatingPointError):
-    """The loss stopped being a number."""
+    """The loss became infinite or NaN."""
 
     def __init__(self, epoch: int, step: int, loss: float, *, which: str = "training") -> None:
         super().__init__(f"the {which} loss became {loss} in step {step} of epoch {epoch}")
@@ -63,7 +63,7 @@ class Divergence(FloatingPointError):
 
 @dataclass(frozen=True)
 class Score:
-    """Mean loss, and accuracy in percent, over a whole set."""
+    """Mean loss, and accuracy in percent, over a data set."""
 
     loss: float
     accuracy: float
@@ -86,23 +86,23 @@ def train(
 ) -> Iterator[EpochRecord]:
     """Train the model in place, and yield a record after each epoch.
 
-    The state after an epoch is a function of (weights, optimizer state, seed, epoch) alone, so that stopping after one
-    and going on later with ``done`` epochs gives the same numbers. The caller's random state is left alone.
+    The state after an epoch depends on (weights, optimizer state, seed, epoch) alone. Stopping after an epoch and
+    continuing later with ``done`` therefore gives the same numbers. The caller's random state is not changed.
 
     Args:
-        model: on the device of the loaders.
-        optimizer: over the model's parameters; its learning rates are set here.
-        train_set, test_set: what to train on, and what to report on after each epoch.
+        model: the model, on the device of the loaders.
+        optimizer: an optimizer of the model's parameters; its learning rates are set here.
+        train_set, test_set: the data to train on, and the data to evaluate on after each epoch.
         epochs: the length of the schedule.
         lr, schedule: the learning rate is ``lr * schedule.factor(…)``.
-        seed: of dropout and the like; the order of the data has its own, in the loader.
-        done: epochs already trained.
+        seed: seed of dropout and other random layers; the loader has its own seed for the order of the data.
+        done: number of epochs already trained.
         execution: how a step runs.
-        process: this process among those that train together.
-        method: how to prune, attached to this model and optimizer; to be finished by the caller.
+        process: this process in a distributed run.
+        method: the pruning method, attached to this model and optimizer; the caller has to finish it.
 
     Raises:
-        Divergence: the loss is not finite; the model is then of no use.
+        Divergence: the loss is not finite; the model cannot be used any more.
     """
     execution, process = execution or Execution(), process or Process()
     example = next(iter(train_set))[0]
@@ -114,7 +114,7 @@ def train(
         method.attach(model, optimizer, steps=epochs * len(train_set), examples=train_set.examples)
     method.check_attached(model)
     model.train()
-    # DDP, masks and reparametrisations use the weights too, as float32.
+    # DDP, masks and reparametrisations need float32 weights.
     alone = parallel is model and method.trains_with == "grda"
     weights = lowered(model, optimizer, execution) if alone else nullcontext()
     with weights:
@@ -140,7 +140,7 @@ def train(
             trained = time.perf_counter()
             process.share_buffers(model)
             test = evaluate(model, test_set, scoring=scoring, process=process)
-        if not math.isfinite(test.loss):  # the last update broke weights that no training loss has seen yet
+        if not math.isfinite(test.loss):  # no training loss has seen the weights after the last update
             raise Divergence(epoch, len(train_set), test.loss, which="test")
         yield _record(epoch, rate, training, test, method, start, trained)
 
@@ -154,9 +154,10 @@ def evaluate(
     execution: Execution | None = None,
     process: Process | None = None,
 ) -> Score:
-    """Return loss and accuracy over every example of a plain pass, in eval mode; the model is left as it was.
+    """Return the loss and accuracy over all examples of the loader, in eval mode; the model's mode is restored.
 
-    ``scoring`` is how this model's batches are scored, if not as it is under ``execution``: that compiled and captured.
+    ``scoring`` scores this model's batches, e.g. compiled and captured. By default the plain model runs under
+    ``execution``.
     """
     process = process or Process()
     scoring = scoring or PlainScoring(model, execution or Execution())
@@ -169,18 +170,18 @@ def evaluate(
 
 
 def recalibrate_batchnorm(model: nn.Module, loader: Loader, *, execution: Execution | None = None) -> None:
-    """Replace the running statistics of every BatchNorm by their means over a plain pass of ``loader``.
+    """Replace the running statistics of every BatchNorm by their means over one pass of ``loader``, unaugmented.
 
-    Its batches must not be sorted by class: see `estimate_statistics`.
+    The batches must not be sorted by class; see `estimate_statistics`.
     """
     if norms := batchnorms(model):
-        with eval_mode(model):  # nothing but the statistics may depend on the mode
+        with eval_mode(model):  # so that dropout and the like are off
             estimate_statistics(norms, loader, PlainScoring(model, execution or Execution()))
 
 
 @torch.no_grad()
 def norm_ratio(weights: nn.Module | Iterable[Tensor]) -> float:
-    """Return ‖w‖₂/‖w‖₁ over all parameters: d^-½ where all are equally large, 1 where all but one are zero."""
+    """Return ‖w‖₂/‖w‖₁ over all parameters: d^-½ if all have the same magnitude, 1 if all but one are zero."""
     parameters: list[Tensor] = list(weights.parameters() if isinstance(weights, nn.Module) else weights)
     one = torch.stack(torch._foreach_norm(parameters, 1)).double().sum()
     two = torch.stack(torch._foreach_norm(parameters, 2)).double().square().sum().sqrt()
@@ -188,7 +189,7 @@ def norm_ratio(weights: nn.Module | Iterable[Tensor]) -> float:
 
 
 def batch_sizes(loader: Loader) -> list[int]:
-    """Return the batch sizes that occur, the common one first."""
+    """Return the batch sizes that occur in an epoch, the most common one first."""
     last = loader.examples % loader.batch_size
     if loader.examples < loader.batch_size:
         return [last]
@@ -201,7 +202,7 @@ def _epoch_seed(seed: int, epoch: int, rank: int) -> int:
 
 
 def _check(tally: Tally, epoch: int, steps: int, process: Process) -> None:
-    """Raise Divergence, in all processes together, at the first step so far whose loss is not finite in any."""
+    """Raise Divergence for the first step whose loss is not finite in any process. All processes raise together."""
     losses = process.sum(tally.losses[:steps].cpu()).tolist()
     for number, loss in enumerate(losses, start=1):
         if not math.isfinite(loss):
@@ -211,7 +212,7 @@ def _check(tally: Tally, epoch: int, steps: int, process: Process) -> None:
 def _record(
     epoch: int, lr: float, training: Score, test: Score, method: Method, start: float, trained: float
 ) -> EpochRecord:
-    """Return what an epoch gave that began at ``start``, and at ``trained`` had its last step behind it."""
+    """Return the record of an epoch that began at ``start`` and finished its last step at ``trained``."""
     zeros = method.sparsity()
     return EpochRecord(
         epoch=epoch,
@@ -229,7 +230,7 @@ def _record(
 
 
 def _summarise(tally: Tally, loader: Loader, epoch: int, process: Process) -> Score:
-    """Return the epoch's mean loss and accuracy over all processes, weighing every example alike."""
+    """Return the epoch's mean loss and accuracy over all processes, with equal weight for every example."""
     batching = Batching(loader.batch_size, seed=0, rank=process.rank, world_size=process.world_size)
     shares = torch.tensor(batching.sizes(loader.examples), dtype=torch.float64)
     _check(tally, epoch, len(loader), process)
