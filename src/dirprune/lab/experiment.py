@@ -1,4 +1,4 @@
-"""From a recipe to a trained network: what the verbs train, resume, demo, tune and compare have in common."""
+"""From a recipe to a trained network: the common part of train, resume, demo, tune and compare."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from dirprune.modes import eval_mode, seeded
 from dirprune.options import MACHINE
 
 SAVE_SECONDS = 60.0
-"""Without another wish, a checkpoint is written when the last one is this old."""
+"""By default, a checkpoint is written when the last one is at least this old."""
 
 
 class LostRecords(UserWarning):
-    """A run's metrics.jsonl does not reach as far as its checkpoints."""
+    """A run's metrics.jsonl ends before its newest checkpoint."""
 
 
 class OneBatch(UserWarning):
-    """A batch is larger than the training set."""
+    """The batch size is larger than the training set."""
 
 
 class Diverged(RuntimeError):
-    """A run that diverged, with what to do about it."""
+    """A run diverged; the message says what to try."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a recipe asks for, made."""
+    """The model, optimizer and data that a recipe describes."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -55,7 +55,7 @@ class Parts:
 
 
 def assemble(recipe: Recipe, *, device: torch.device, root: Path | None, process: Process | None = None) -> Parts:
-    """Make the model, the optimizer and the loaders; the initial weights depend on the recipe's seed alone."""
+    """Build the model, the optimizer and the loaders. The initial weights depend only on the recipe's seed."""
     loaders = load_data(recipe, device=device, root=root, process=process)
     with seeded(recipe.seed):
         model = models.build(recipe.model, loaders.classes)
@@ -66,7 +66,7 @@ def assemble(recipe: Recipe, *, device: torch.device, root: Path | None, process
 def load_data(
     recipe: Recipe, *, device: torch.device, root: Path | None, process: Process | None = None
 ) -> data.Loaders:
-    """Return the recipe's data, in its batches."""
+    """Return the loaders of the recipe's data."""
     process = process or Process()
     return data.load(
         recipe.data,
@@ -83,7 +83,7 @@ def load_data(
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module, device: torch.device) -> Optimizer:
-    """Return the recipe's optimizer; where steps are captured, its learning rate lives on the device."""
+    """Return the recipe's optimizer. If steps are captured, its learning rate is a tensor on the device."""
     captured = recipe.execution(device.type).captures(device)
     if recipe.optimizer == "sgd":
         return SGD(
@@ -108,14 +108,14 @@ def make_optimizer(recipe: Recipe, model: nn.Module, device: torch.device) -> Op
 
 
 def make_method(recipe: Recipe, reward: Callable[[nn.Module], float]) -> Method:
-    """Return the recipe's method, not yet attached; one that draws at random does so by the recipe's seed.
+    """Return the recipe's pruning method, not yet attached. A method that uses random numbers gets the recipe's seed.
 
     Args:
-        recipe: whose method to make, or that of its optimizer alone.
-        reward: of a model, higher is better, for a method that searches.
+        recipe: the recipe; without a method, that of its plain optimizer is returned.
+        reward: a function that scores a model, higher is better, for methods that search.
 
     Raises:
-        ValueError: the options are not those of the method.
+        ValueError: the method does not take these options, or lacks a required one.
     """
     kind = baselines.get(recipe.pruner)
     known = inspect.signature(kind).parameters
@@ -130,9 +130,9 @@ def make_method(recipe: Recipe, reward: Callable[[nn.Module], float]) -> Method:
 
 
 def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a saved state; where the learning rate lives and which kernels run stay this machine's own.
+    """Load a saved state, but keep what depends on this machine: where the learning rate is stored, and the kernels.
 
-    `train` sets the value of the rate at its first step.
+    `train` sets the value of the learning rate at its first step.
     """
     own = [{key: group[key] for key in ("lr", *MACHINE) if key in group} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
@@ -150,19 +150,19 @@ def conduct(
     watch: Callable[[Loader], Loader] = lambda loader: loader,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Iterator[EpochRecord]:
-    """Train a run from where it stands to its end, saving as it goes, and yield its records.
+    """Train a run from its current epoch to the end, save checkpoints, and yield its records.
 
     Args:
-        run: new, or one to go on with.
+        run: a new run, or one to continue.
         device, root, process: where to train, where the data are, which process this is.
-        save_every: epochs between checkpoints; by default one a minute. The last epoch, those the recipe keeps, and the
-            one after which training stops are always saved.
+        save_every: epochs between checkpoints; by default one checkpoint per minute. The last epoch, those the recipe
+            keeps, and the one after which training stops are always saved.
         watch: wraps the training loader, e.g. to draw a progress bar.
-        stopping: asked after each epoch; True saves and ends.
+        stopping: called after each epoch; if it returns True, the run is saved and training stops.
 
     Raises:
         Diverged: the loss is not finite.
-        ValueError: the network does not fit the data, or the run's configuration is not the one it was trained with.
+        ValueError: the network does not fit the data, or config.json differs from what the run was trained with.
         InUse: another process is training this run.
     """
     process = process or Process()
@@ -186,11 +186,11 @@ def _conduct(
     if process.is_first:
         _check_batches(recipe, parts.loaders.train)
     method = make_method(recipe, Reward(parts.loaders, execution, process))
-    process.wait()  # the first one may still be writing what it was asked to stop at
+    process.wait()  # the first process may still be writing a checkpoint
     found = checkpoint.latest(run.checkpoints)
     _check_records(run, found[0] if found else None, tell=process.is_first)
     done = _go_back(run, parts, method, found)
-    process.wait()  # all have read before the first one writes
+    process.wait()  # all processes must have read before the first one writes
     if process.is_first:
         checkpoint.set_aside(run.checkpoints, after=done)
         run.rewind(done)
@@ -198,7 +198,7 @@ def _conduct(
         if found is None:
             _save(run, 0, parts, method)
     if done == recipe.epochs:
-        if process.is_first and run.outcome() is None:  # it was stopped between its last checkpoint and its end
+        if process.is_first and run.outcome() is None:  # the last session ended right after its last checkpoint
             checkpoint.prune(run.checkpoints, keep=recipe.keep)
             run.conclude(Outcome(sparsity(parts.model)))
         return
@@ -232,7 +232,7 @@ def _saving(
     save_every: int | None,
     stopping: Callable[[], bool],
 ) -> Iterator[EpochRecord]:
-    """Pass records on, and leave of every epoch in the run what is to be left."""
+    """Pass records on, and write each epoch's metrics, due checkpoints and finally the outcome to the run."""
     recipe = run.recipe
     saved, saved_at = done, time.monotonic()
     try:
@@ -259,9 +259,9 @@ def _saving(
 
 
 def _go_back(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoint.State] | None) -> int:
-    """Attach the method and put everything back to where a checkpoint left it; return the epochs that are done.
+    """Attach the method, restore everything from the checkpoint ``found``, and return the number of finished epochs.
 
-    The method of a run that is at its end is not attached: what is left is a plain model.
+    For a finished run only the plain model is restored; the method is not attached.
     """
     if found is not None:
         _check_unchanged(run, found[1])
@@ -281,7 +281,7 @@ def _go_back(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoin
 
 
 def _advice(run: Run, error: Divergence, saved: int) -> str:
-    """Return where a run went wrong, what is left of it and what to try."""
+    """Return a message that says where a run diverged, which checkpoint is left and what to try."""
     recipe = run.recipe
     knobs = [("--lr", recipe.lr)]
     if recipe.pruner == "grda":
@@ -294,18 +294,18 @@ def _advice(run: Run, error: Divergence, saved: int) -> str:
 
 
 def _peak_memory(device: torch.device) -> float | None:
-    """Return the most MiB that tensors took on a GPU at once; a CPU does not say."""
+    """Return the peak memory of tensors on a GPU in MiB; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
 
 
 def check_fit(recipe: Recipe, parts: Parts, device: torch.device) -> None:
-    """Raise unless the network maps these images to one number a class, and can be differentiated.
+    """Raise unless the network maps these images to one number per class, and can be differentiated.
 
-    Nothing is written before that is known. A step of two images, in eval mode and then in training mode, without its
-    update: weights, gradients, buffers and random numbers stay as they were.
+    This runs before anything is written. It passes two images through the network in eval mode, then forward and
+    backward in training mode, without an update. Weights, gradients, buffers and random state are restored.
     """
     model = parts.model
-    inputs = torch.zeros(2, *parts.loaders.shape, device=device)  # their shape is known: no reader need be started
+    inputs = torch.zeros(2, *parts.loaders.shape, device=device)  # the shape suffices; no data are read
     execution = recipe.execution(device.type)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(recipe.seed, device):
@@ -325,7 +325,7 @@ def check_fit(recipe: Recipe, parts: Parts, device: torch.device) -> None:
 
 
 def _logits(recipe: Recipe, parts: Parts, inputs: Tensor, execution: Execution) -> Tensor:
-    """Return what the network makes of the inputs, if it is what can be trained on."""
+    """Return the network's logits for the inputs; raise if they cannot be trained on."""
     what = (
         f"model={recipe.model!r} does not fit data={recipe.data!r}, whose images have shape {tuple(inputs.shape[1:])}"
     )
@@ -337,7 +337,7 @@ def _logits(recipe: Recipe, parts: Parts, inputs: Tensor, execution: Execution) 
             outputs = parts.model(inputs.to(memory_format=execution.memory_format))
     except models.OF_DEVICE:
         raise
-    except RuntimeError as error:  # of a network of ours
+    except RuntimeError as error:  # in one of our own networks
         raise ValueError(f"{what}: {str(error).splitlines()[0]}; choose another --model or recipe") from error
     if not isinstance(outputs, Tensor):
         mode = " in training mode" if parts.model.training else ""
@@ -365,7 +365,7 @@ def _check_batches(recipe: Recipe, train_set: Loader) -> None:
 
 
 def _check_records(run: Run, saved: int | None, *, tell: bool) -> None:
-    """Raise if records would be lost by beginning anew; warn if the newest checkpoint is ahead of them."""
+    """Raise if starting from scratch would lose records; warn if the records end before the newest checkpoint."""
     recorded = max((record.epoch for record in run.records()), default=0)
     if saved is None and recorded:
         raise ValueError(
@@ -382,8 +382,8 @@ def _check_records(run: Run, saved: int | None, *, tell: bool) -> None:
 
 
 def _check_unchanged(run: Run, state: checkpoint.State) -> None:
-    """Raise if config.json says other than what the checkpoint was trained with."""
-    # As both come from a file: a checkpoint older than a field has its default, and a list is a tuple.
+    """Raise if config.json differs from the recipe that the checkpoint was trained with."""
+    # Read both alike: fields that an old checkpoint lacks get their defaults, and lists become tuples.
     trained, here = (Recipe.from_dict(values) for values in (state["recipe"], as_read(run.recipe.to_dict())))
     if names := differing(trained, here, FREE_TO_CHANGE):
         was, told = (getattr(recipe, names[0]) for recipe in (trained, here))
@@ -394,9 +394,9 @@ def _check_unchanged(run: Run, state: checkpoint.State) -> None:
 
 
 def _save(run: Run, epoch: int, parts: Parts, method: Method) -> None:
-    """Write a checkpoint whose ``model`` is the plain network that is evaluated, whatever trains it.
+    """Write a checkpoint whose ``model`` is the plain network that is evaluated, whatever the method.
 
-    Where that is not what is trained (a method keeps other tensors in its place), ``training`` holds the latter.
+    If the method trains other tensors instead, ``training`` holds those.
     """
     training, plain = parts.model.state_dict(), method.plain_state()
     state = {
