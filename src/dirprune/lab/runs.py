@@ -1,9 +1,9 @@
 """A run is a directory of plain files.
 
-config.json         the recipe, every value of it
+config.json         the recipe, with all its values
 environment.json    versions, hardware, commit and command of each session that trained here
-metrics.jsonl       one epoch a line
-outcome.json        how it ended: the zeros of every layer, the memory it took, or why it stopped for good
+metrics.jsonl       one line per epoch
+outcome.json        how the run ended: zeros of every layer and peak memory, or how it diverged
 checkpoints/        see `dirprune.lab.checkpoint`
 figures/            what `dirprune report` draws
 """
@@ -41,15 +41,15 @@ from dirprune.zeros import LayerSparsity
 
 
 class RunExists(FileExistsError):
-    """A run is never overwritten."""
+    """The folder exists; a run is never overwritten."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended.
 
-    ``zeros`` counts those of every parameter, and is None for a run that went wrong; ``diverged`` says how it did;
-    ``peak_memory_mib`` is what tensors took on a GPU in the last session, None where that is not known.
+    ``zeros`` counts the zeros of every parameter, and is None for a run that diverged. ``diverged`` says how it did.
+    ``peak_memory_mib`` is the peak memory of tensors on a GPU in the last session, None if it is not known.
     """
 
     zeros: SparsityReport | None = None
@@ -66,7 +66,7 @@ class Outcome:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Outcome:
-        """Return the outcome that `to_dict` gave these values; of channels that are wholly zero they say nothing."""
+        """Return the outcome with these values from `to_dict`, which do not include counts of zero channels."""
         layers = tuple(LayerSparsity(each["name"], tuple(each["shape"]), each["zeros"]) for each in values["layers"])
         return Outcome(SparsityReport(layers) if layers else None, values["diverged"], values["peak_memory_mib"])
 
@@ -84,14 +84,14 @@ class Run:
 
     @property
     def saved(self) -> int:
-        """The epoch of the newest checkpoint, trusted or not; 0 without one, or with the initial weights alone."""
+        """The epoch of the newest checkpoint, verified or not; 0 if there is none or only the initial weights."""
         return max(checkpoint.epochs(self.checkpoints), default=0)
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything of it to lose: an epoch that was trained or recorded, or how it ended.
+        """Whether there is anything to lose: a trained or recorded epoch, or an outcome.
 
-        The initial weights are not: the recipe makes them again.
+        The initial weights do not count, because the recipe reproduces them.
         """
         ended = (self.folder / "outcome.json").exists()
         return ended or self.saved > 0 or bool(self.records())
@@ -101,7 +101,7 @@ class Run:
         return self.folder / "figures"
 
     def records(self) -> list[EpochRecord]:
-        """Return the epochs trained so far; a last line that a crash cut short does not count."""
+        """Return the records of the epochs trained so far, without a last line that a crash cut short."""
         path = self.folder / "metrics.jsonl"
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         if lines and not _is_whole(lines[-1]):
@@ -115,7 +115,7 @@ class Run:
         return records
 
     def locked(self) -> AbstractContextManager[None]:
-        """Hold the run: a second job that would train it is refused."""
+        """Lock the run, so that no second job can train it."""
         return locked(self.folder, "trained")
 
     def append(self, record: EpochRecord) -> None:
@@ -125,7 +125,7 @@ class Run:
                 file.write(to_json(record.to_dict()) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:  # which names no file where it is writing that failed
+        except OSError as error:  # a failed write does not name the file
             raise OSError(
                 error.errno,
                 f"epoch {record.epoch} was not recorded ({error.strerror}); what was saved before is intact. Make room "
@@ -134,9 +134,9 @@ class Run:
             ) from error
 
     def discard(self) -> None:
-        """Remove what `create` and a session without an epoch made, and the folder if nothing else is in it.
+        """Remove what `create` and a session without a finished epoch wrote, and the folder if it is then empty.
 
-        A run that another job has begun to train meanwhile is that job's, and stays.
+        If another job has started training the run meanwhile, nothing is removed.
         """
         with suppress(InUse), self.locked():
             for name in ("config.json", "environment.json", "metrics.jsonl", "outcome.json", LOCK):
@@ -147,7 +147,7 @@ class Run:
                 self.folder.rmdir()
 
     def rewind(self, epoch: int) -> None:
-        """Forget the records after ``epoch``, and the outcome: training goes on from there and writes them again."""
+        """Remove the records after ``epoch`` and the outcome; training continues from there and writes them again."""
         kept = [record for record in self.records() if record.epoch <= epoch]
         text = "".join(to_json(record.to_dict()) + "\n" for record in kept)
         write_text(self.folder / "metrics.jsonl", text)
@@ -155,7 +155,7 @@ class Run:
             (self.folder / "outcome.json").unlink(missing_ok=True)
 
     def outcome(self) -> Outcome | None:
-        """Return how the run ended, None while it has not."""
+        """Return how the run ended, or None if it has not."""
         path = self.folder / "outcome.json"
         try:
             return Outcome.from_dict(json.loads(path.read_text())) if path.exists() else None
@@ -165,32 +165,32 @@ class Run:
             ) from error
 
     def conclude(self, outcome: Outcome) -> None:
-        """Note how the run ended."""
+        """Write how the run ended to outcome.json."""
         write_json(self.folder / "outcome.json", outcome.to_dict())
 
     def sessions(self) -> list[dict[str, Any]]:
-        """Return what each session that trained here ran on, and under which command."""
+        """Return the environment of each session that trained here: versions, hardware, commit and command."""
         return sessions(self.folder)
 
     def noted(self, key: str) -> str:
-        """Return what the sessions note under a key, each value once and joined by semicolons: "GPU one; GPU two"."""
+        """Return the sessions' distinct values of a key, joined by semicolons: "GPU one; GPU two"."""
         return "; ".join(dict.fromkeys(str(session[key]) for session in self.sessions() if key in session))
 
     def last_root(self) -> Path | None:
-        """Return where the last session found its data; None where that is not noted, or no longer there."""
+        """Return the data folder of the last session; None if it was not recorded or no longer exists."""
         sessions = self.sessions()
         noted = sessions[-1].get("data") if sessions else None
         return Path(noted) if noted and Path(noted).is_dir() else None
 
     def note_session(self, device: torch.device, world_size: int, root: Path | None, examples: int) -> None:
-        """Add this session to environment.json: also where the data were, and how many examples it trained on."""
+        """Add this session to environment.json, with the data folder and the number of training examples."""
         told = root is not None or self.recipe.data in ON_DISK
         where = str(data_root(root).resolve()) if told else ""
         note_session(self.folder, {**environment(device, world_size), "data": where, "examples": examples})
 
 
 def create(folder: Path, recipe: Recipe) -> Run:
-    """Make the directory of a new run; one that is there already is not touched."""
+    """Create the directory of a new run; raise if it already exists."""
     if taken(folder, "config.json"):
         remedy = (
             f"continue it with `dirprune resume {quoted(folder)}`, or " if (folder / "config.json").is_file() else ""
@@ -200,7 +200,7 @@ def create(folder: Path, recipe: Recipe) -> Run:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", recipe.to_dict())
-    except OSError:  # a full disk: no empty folders stay behind
+    except OSError:  # e.g. a full disk: leave no empty folders behind
         for each in made:
             with suppress(OSError):
                 each.rmdir()
@@ -209,7 +209,7 @@ def create(folder: Path, recipe: Recipe) -> Run:
 
 
 def keeping(run: Run, epochs: Sequence[int]) -> Run:
-    """Return the run with these among the epochs whose checkpoints stay, in its config.json too."""
+    """Return the run with these epochs added to ``keep``, the checkpoints to keep; config.json is updated too."""
     if set(epochs) <= set(run.recipe.keep):
         return run
     recipe = replace(run.recipe, keep=tuple(sorted({*run.recipe.keep, *epochs})))
@@ -218,7 +218,7 @@ def keeping(run: Run, epochs: Sequence[int]) -> Run:
 
 
 def default_name(recipe: Recipe) -> str:
-    """Return a folder name that tells a run from its siblings, e.g. vgg16-cifar10-grda-c0.0005-mu0.6-s0."""
+    """Return a folder name made of recipe, setting and seed, e.g. vgg16-cifar10-grda-c0.0005-mu0.6-s0."""
     if recipe.method:
         setting = "-".join([recipe.method, *(f"{name}{value}" for name, value in recipe.options)])
     else:
@@ -227,7 +227,7 @@ def default_name(recipe: Recipe) -> str:
 
 
 def unused(folder: Path) -> Path:
-    """Return the folder, or the first of folder-2, folder-3, … that is not there yet."""
+    """Return the folder, or the first of folder-2, folder-3, … that does not exist yet."""
     candidate, number = folder, 1
     while candidate.exists():
         number += 1
@@ -236,12 +236,12 @@ def unused(folder: Path) -> Path:
 
 
 def quoted(folder: Path) -> str:
-    """Return a folder as a shell takes it."""
+    """Return a folder's path quoted for a shell."""
     return shlex.quote(str(folder))
 
 
 def load(folder: Path) -> Run:
-    """Open a run that is there."""
+    """Open an existing run."""
     config = folder / "config.json"
     if not folder.exists():
         raise FileNotFoundError(f"{folder} does not exist; name the folder of a run, as `dirprune train` makes them")
@@ -275,14 +275,14 @@ def weights_of(run: Run, epoch: int | None = None) -> tuple[int, dict[str, Any]]
 
 
 def parameters_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the parameters in a model state, in the model's order and without the buffers."""
+    """Return the parameters of a model's state dict, in the model's order and without the buffers."""
     return {name: state[name] for name, _ in model.named_parameters()}
 
 
 def sessions(folder: Path) -> list[dict[str, Any]]:
-    """Return the environment of each session that worked in a folder; what cannot be read counts for none.
+    """Return the environment of each session that worked in a folder; what cannot be read is ignored.
 
-    Where results came from is worth less than going on with them.
+    A damaged environment.json should not prevent a run from continuing.
     """
     path = folder / "environment.json"
     try:
@@ -293,12 +293,12 @@ def sessions(folder: Path) -> list[dict[str, Any]]:
 
 
 def note_session(folder: Path, session: dict[str, Any]) -> None:
-    """Add the environment of a session to those of a folder, in environment.json."""
+    """Append the environment of a session to the folder's environment.json."""
     write_json(folder / "environment.json", [*sessions(folder), session])
 
 
 def environment(device: torch.device, world_size: int = 1) -> dict[str, Any]:
-    """Return versions, hardware, commit and command: what a number needs to be repeated."""
+    """Return versions, hardware, commit and command: what is needed to repeat a result."""
     cuda = device.type == "cuda"
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -316,10 +316,10 @@ def environment(device: torch.device, world_size: int = 1) -> dict[str, Any]:
 
 @cache
 def commit() -> str:
-    """Return the commit of the source that runs, with a + if it was changed; outside a repository "".
+    """Return the commit of the running source, with a + if there are uncommitted changes; "" outside a repository.
 
-    It is asked for once: a process goes on with the source that it read. $DIRPRUNE_COMMIT goes before it, for a machine
-    that was sent the source alone, or on top of an older commit.
+    The result is cached, because a process keeps running the source that it imported. $DIRPRUNE_COMMIT takes
+    precedence, for machines that have the source without its repository, or on top of an older commit.
     """
     if told := os.environ.get("DIRPRUNE_COMMIT"):
         return told
@@ -329,7 +329,7 @@ def commit() -> str:
         return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", str(here / "runs.py"))  # or this is somebody else's repository
+        git("ls-files", "--error-unmatch", str(here / "runs.py"))  # fails if this is somebody else's repository
         changed = git("status", "--porcelain", "--untracked-files=no", "--", str(here.parent))
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
@@ -337,14 +337,14 @@ def commit() -> str:
 
 
 def _processor() -> str:
-    """Return the name of the CPU, as far as the system tells."""
+    """Return the name and cores of the CPU if the system reports them, otherwise the architecture."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else []
     return f"{names[0]}, {len(names)} cores" if names else f"{platform.machine()} CPU"
 
 
 def _record(values: dict[str, Any]) -> EpochRecord:
-    """Return the record that a line of metrics.jsonl is, where null stands for what is not a number."""
+    """Return the record of a line of metrics.jsonl, in which null stands for NaN."""
     known: dict[str, Any] = {name: math.nan if value is None else value for name, value in values.items()}
     return EpochRecord(**known)
 
