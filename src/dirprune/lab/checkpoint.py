@@ -1,8 +1,8 @@
 """Checkpoint files: written atomically, checksummed, and loaded without executing anything.
 
 A checkpoint is a plain ``torch.save`` file ``epoch-0004.pt`` with its checksum beside it in ``epoch-0004.pt.sha256``
-(``sha256sum -c`` reads it). Both are complete on disk under temporary names before either gets its own, the checksum
-first: whenever a crash comes, it leaves a checkpoint that can be trusted or one that is recognised as unfinished.
+(``sha256sum -c`` reads it). Both are written completely under temporary names, then renamed, the checksum first. A
+crash at any moment therefore leaves either a valid checkpoint or one that is recognised as unfinished.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from typing import Any
 import torch
 
 State = dict[str, Any]
-"""Tensors, numbers, strings, and dicts and lists of them: what ``torch.load(weights_only=True)`` takes."""
+"""Tensors, numbers, strings, and dicts and lists of them: what ``torch.load(weights_only=True)`` accepts."""
 
 
 class CorruptCheckpoint(RuntimeError):
-    """A checkpoint file that cannot be trusted."""
+    """A checkpoint file failed its verification."""
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was passed over because it cannot be trusted."""
+    """A checkpoint was skipped because it failed its verification."""
 
 
 def save(folder: Path, epoch: int, state: State) -> Path:
-    """Write ``state`` as the checkpoint of ``epoch``, all of it or nothing.
+    """Write ``state`` as the checkpoint of ``epoch``, atomically.
 
-    If writing fails (a full disk), what was saved before is untouched and no partial file stays behind. Saving an epoch
-    again replaces it; a crash between the two renames then costs that epoch, no other.
+    If writing fails (e.g. on a full disk), earlier checkpoints are untouched and no partial file is left. Saving an
+    epoch again replaces it; a crash between the two renames then loses this epoch, but no other.
 
     Args:
-        folder: where the checkpoints live; made if missing.
+        folder: the folder of the checkpoints; created if missing.
         epoch: number of finished epochs, at least 0.
-        state: what to save. What :func:`load` would refuse is refused here, while the training is still alive.
+        state: what to save. A state that :func:`load` would refuse is refused here already, while training can still
+            be saved.
 
     Returns:
         The path of the checkpoint.
@@ -111,7 +112,7 @@ def _read(path: Path, map_location: str | torch.device) -> State:
 
 
 def checksum(folder: Path, epoch: int) -> str:
-    """Return what a checkpoint is known by, without reading it; "" where its checksum is gone.
+    """Return the recorded checksum of a checkpoint, without reading the checkpoint; "" if there is none.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -124,17 +125,17 @@ def checksum(folder: Path, epoch: int) -> str:
 
 
 def latest(folder: Path, *, map_location: str | torch.device = "cpu") -> tuple[int, State] | None:
-    """The newest checkpoint that can be trusted, as ``(epoch, state)``; ``None`` if there are no checkpoints.
+    """Return the newest valid checkpoint as ``(epoch, state)``; ``None`` if there are no checkpoints.
 
     Args:
-        folder: where the checkpoints live.
+        folder: the folder of the checkpoints.
         map_location: the device of the loaded tensors.
 
     Warns:
-        CheckpointWarning: newer checkpoints were passed over; the message names them and the one taken.
+        CheckpointWarning: newer checkpoints were skipped; the message names them and the one that is used.
 
     Raises:
-        CorruptCheckpoint: there are checkpoints, and none can be trusted.
+        CorruptCheckpoint: there are checkpoints, but none is valid.
 
     Example:
         >>> import tempfile
@@ -165,7 +166,7 @@ def latest(folder: Path, *, map_location: str | torch.device = "cpu") -> tuple[i
 
 
 def epochs(folder: Path) -> list[int]:
-    """The epochs that have a checkpoint file, trusted or not, in increasing order; empty if there is no such folder."""
+    """Return the epochs that have a checkpoint file, valid or not, in increasing order; [] if the folder is missing."""
     if not folder.is_dir():
         return []
     matches = (re.fullmatch(r"epoch-(\d{4,})\.pt", entry.name) for entry in folder.iterdir())
@@ -173,7 +174,7 @@ def epochs(folder: Path) -> list[int]:
 
 
 def set_aside(folder: Path, after: int) -> None:
-    """Rename the checkpoints of epochs later than ``after``, so that they count no more: they could not be trusted."""
+    """Rename the checkpoints after epoch ``after``, which failed their verification, so that nothing uses them."""
     for epoch in epochs(folder):
         if epoch > after:
             path = path_of(folder, epoch)
@@ -182,14 +183,14 @@ def set_aside(folder: Path, after: int) -> None:
 
 
 def prune(folder: Path, keep: Collection[int], last: int = 2) -> None:
-    """Delete all checkpoints but the ``last`` newest, those in ``keep`` and the newest that can be trusted.
+    """Delete all checkpoints except the ``last`` newest, those in ``keep`` and the newest valid one.
 
-    What an interrupted :func:`save` left behind goes too, so no other process may be saving there.
+    Files left by an interrupted :func:`save` are deleted too, so no other process may be saving to the folder.
 
     Args:
-        folder: where the checkpoints live.
+        folder: the folder of the checkpoints.
         keep: epochs to keep.
-        last: how many of the newest to keep, at least 1.
+        last: number of newest checkpoints to keep, at least 1.
 
     Example:
         >>> import tempfile
@@ -215,7 +216,7 @@ def prune(folder: Path, keep: Collection[int], last: int = 2) -> None:
 
 
 def path_of(folder: Path, epoch: int) -> Path:
-    """Return the file that the checkpoint of an epoch is, whether or not it is there."""
+    """Return the path of the checkpoint of an epoch, whether or not the file exists."""
     return folder / f"epoch-{epoch:04d}.pt"
 
 
@@ -228,12 +229,12 @@ def _temporary(path: Path) -> Path:
 
 
 def _serialise(state: State) -> memoryview:
-    """The bytes of the file, made in memory so that a state that cannot be saved leaves no file."""
+    """Return the bytes of the file. They are made in memory, so that a state that cannot be saved leaves no file."""
     buffer = io.BytesIO()
     torch.save(_own(state, {}), buffer)
     buffer.seek(0)
     try:
-        torch.load(buffer, map_location="meta", weights_only=True)  # on the meta device no tensor data is read
+        torch.load(buffer, map_location="meta", weights_only=True)  # the meta device avoids reading tensor data
     except pickle.UnpicklingError as error:
         buffer.seek(0)
         culprits = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(buffer))
@@ -244,7 +245,7 @@ def _serialise(state: State) -> memoryview:
 
 
 def _own(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    """Return the state with memory of its own for what looks at part of a tensor: torch would save all of that one."""
+    """Return the state with views of larger storages cloned, because torch would save the whole storage."""
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.untyped_storage().nbytes() <= value.nbytes:
             return value
@@ -276,7 +277,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _verified(path: Path) -> bytes:
-    """The content of a checkpoint file if its checksum agrees; read once, so that what is checked is what is loaded."""
+    """Return the bytes of a checkpoint whose checksum matches. One read serves both verifying and loading."""
     data = path.read_bytes()
     sidecar = _sidecar(path)
     if not sidecar.exists():
@@ -291,7 +292,7 @@ def _verified(path: Path) -> bytes:
 
 
 def _noted(sidecar: Path) -> str:
-    """Return the checksum that a file notes, whatever it holds."""
+    """Return the first word of a checksum file, whether or not it is a checksum."""
     return sidecar.read_text(errors="replace").partition(" ")[0]
 
 
