@@ -1,7 +1,7 @@
 """How a training step runs on a device: precision, memory format, compilation, capture in a CUDA graph.
 
-`PlainStep` is the plain statement of a step. `CapturedStep` is the same step recorded once and replayed, so that no
-Python runs between kernels; a test on a GPU equates the two.
+`PlainStep` is the reference implementation of a step. `CapturedStep` is the same step, recorded once and replayed, so
+that no Python runs between kernels. A test on a GPU checks that the two agree.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PRECISIONS = ("float32", "bfloat16")
 Compilable = TypeVar("Compilable", bound=Callable[..., Any])
 
 Penalty = Callable[[], "Tensor | None"]
-"""A term of the objective beside the loss of the data, or None; what is tallied is the loss of the data alone."""
+"""A term to add to the data loss in the objective, or None. The tally records the data loss alone."""
 
 
 Scoring = Callable[[Tensor, Tensor], Tensor]
-"""Of a batch (inputs, targets), in eval mode: the sum of its losses and the number of right answers, in float64."""
+"""Maps a batch (inputs, targets) to the sum of its losses and its number of correct answers, in float64."""
 
 
 def no_penalty() -> None:
@@ -44,9 +44,9 @@ class Execution:
     compile: bool = False
     capture: bool = False
     lean: bool = False
-    """In bfloat16 under gRDA: keep the weights in it while training; see `dirprune.lab.lean`."""
+    """With bfloat16 and gRDA, store the weights in bfloat16 during training; see `dirprune.lab.lean`."""
     threads: int = 0
-    """On a CPU; 0 for torch's own choice, by which numbers depend on how many cores there are."""
+    """Number of CPU threads. 0 leaves the choice to torch; results then depend on the number of cores."""
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -56,7 +56,7 @@ class Execution:
 
     @contextmanager
     def threading(self) -> Iterator[None]:
-        """Run with so many threads, and leave torch's own number as it was."""
+        """Run with ``threads`` threads, and restore torch's number afterwards."""
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads or before)
         try:
@@ -71,7 +71,7 @@ class Execution:
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
     def captures(self, device: torch.device) -> bool:
-        """Whether steps on this device are recorded as CUDA graphs, by one process."""
+        """Whether a single process records its steps on this device as CUDA graphs."""
         return self.capture and device.type == "cuda"
 
     @property
@@ -84,7 +84,7 @@ class Execution:
         return model.to(device, memory_format=self.memory_format)  # type: ignore[call-overload, no-any-return]
 
     def compiled(self, function: Compilable) -> Compilable:
-        """Return a model or function, or what `torch.compile` makes of it; each batch shape is compiled for itself."""
+        """Return a model or function, compiled if ``compile`` is set. Every batch shape is compiled separately."""
         if not self.compile:
             return function
         compiled: Any = rectified.kernels()(torch.compile(function, dynamic=False))
@@ -92,7 +92,7 @@ class Execution:
 
 
 class PlainScoring:
-    """The `Scoring` of a network, operation by operation."""
+    """The `Scoring` of a network, without capture."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor], execution: Execution) -> None:
         self.forward = forward
@@ -107,7 +107,7 @@ class PlainScoring:
 
 
 class Tally:
-    """Loss and number of right answers of every step of an epoch, on the device, written without the host waiting."""
+    """Loss and number of correct answers of every step of an epoch, kept on the device without synchronisation."""
 
     def __init__(self, steps: int, device: torch.device) -> None:
         self.losses = torch.zeros(steps, device=device)
@@ -125,10 +125,10 @@ class Tally:
 
 
 class PlainStep:
-    """One optimization step on one batch, operation by operation.
+    """One optimization step on one batch, without capture.
 
-    ``scale`` weighs this process's mean loss in the mean over processes that DDP takes, so that the gradient is that of
-    the global batch however it is divided.
+    DDP averages gradients over processes. ``scale`` weights this process's mean loss in that average, so that the
+    gradient is that of the global batch, however the batch is divided.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class PlainStep:
 
 
 class _Recording(NamedTuple):
-    """A recorded step, the tensors that batches go into, and those that it leaves its gradients in."""
+    """A recorded step, its static input tensors, and the tensors that hold its gradients."""
 
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
@@ -168,7 +168,7 @@ class _Recording(NamedTuple):
 
 
 class CapturedStep:
-    """The same step as a CUDA graph for each batch shape: copy the batch in, replay.
+    """The same step as one CUDA graph per batch size. A call copies the batch in and replays the graph.
 
     The learning rate must be a tensor on the device (GRDA's ``capturable``, a tensor ``lr`` of a fused SGD).
     """
@@ -190,30 +190,30 @@ class CapturedStep:
         self._latest: _Recording | None = None
 
     def prepare(self, inputs: Tensor, sizes: Iterable[int]) -> None:
-        """Capture a graph for each batch size; weights, statistics, optimizer and random state stay as they were."""
+        """Capture a graph for each batch size; weights, buffers, optimizer state and random state are restored."""
         saved = _Saved(self.model, self.optimizer)
         with torch.cuda.device(inputs.device), torch.random.fork_rng(devices=[inputs.device]):
             for number, size in enumerate(sizes):
-                # Only the common batch is worth compiling for; the last, short one of an epoch runs uncompiled.
+                # Only the common batch size is worth compiling for; the short last batch of an epoch runs uncompiled.
                 self._recordings[size] = self._capture(inputs, size, compiles=number == 0)
                 saved.restore()
         self.tally.reset()
 
     def _capture(self, inputs: Tensor, size: int, compiles: bool) -> _Recording:
-        """Rehearse the step, so that everything lazy is done, and record it."""
+        """Rehearse the step, so that all lazy initialisation happens first, and record it."""
         static_inputs = inputs[:1].expand(size, *inputs.shape[1:]).contiguous()
         static_targets = torch.zeros(size, dtype=torch.int64, device=inputs.device)
         forward = self.execution.compiled(self.model) if compiles else self.model
         step = PlainStep(forward, self.optimizer, self.tally, self.execution, self.penalty)
 
         def rehearse() -> None:
-            self.tally.reset()  # which may have room for one step only
+            self.tally.reset()  # it may have room for a single step only
             step(static_inputs, static_targets)
 
-        # The graphs take turns, so that one's memory can serve the others.
+        # Only one graph runs at a time, so they can share memory.
         pool = next((other.graph.pool() for other in self._recordings.values()), None)
         graph, _ = record(lambda: step(static_inputs, static_targets), rehearse=rehearse, pool=pool)
-        # Held here, the gradients of one graph are not overwritten by the next.
+        # Keep references to the gradients, so that the next graph does not reuse their memory.
         gradients = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
         return _Recording(graph, static_inputs, static_targets, gradients)
 
@@ -223,14 +223,14 @@ class CapturedStep:
             recording.inputs.copy_(inputs)
             recording.targets.copy_(targets)
             recording.graph.replay()
-        if recording is not self._latest:  # p.grad is that of this step, as after a plain one
+        if recording is not self._latest:  # let p.grad be the gradient of this step, as after a plain step
             self._latest = recording
             for p, gradient in recording.gradients:
                 p.grad = gradient
 
 
 class _Saved:
-    """A copy of what a step changes, to put back after rehearsals."""
+    """A copy of what a step changes, to be restored after rehearsals."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._tensors = [*model.parameters(), *model.buffers()]
@@ -252,14 +252,14 @@ class _Saved:
                 saved = self._states.get(p, {})
                 if key in saved:
                     value.copy_(saved[key])
-                elif key == "accumulator":  # state that the rehearsal made: an accumulator starts at the weights
+                elif key == "accumulator":  # created by the rehearsal; an accumulator starts at the weights
                     value.copy_(p)
                 else:
                     value.zero_()
 
 
 def make_scoring(model: nn.Module, parallel: nn.Module, execution: Execution, device: torch.device) -> Scoring:
-    """Return how batches are scored under this execution; ``parallel`` is the model, or DDP around it."""
+    """Return the scoring of batches for this execution; ``parallel`` is the model, or DDP around it."""
     scoring = PlainScoring(execution.compiled(model), execution)
     return Captured(scoring) if parallel is model and execution.captures(device) else scoring
 
@@ -276,7 +276,7 @@ def make_step(
 ) -> PlainStep | CapturedStep:
     """Return the step for this execution; ``parallel`` is the model, or DDP around it."""
     with torch.no_grad():
-        if penalty() is not None:  # many small operations for every layer
+        if penalty() is not None:  # worth compiling: it has many small operations per layer
             penalty = execution.compiled(penalty)
     if parallel is model and execution.captures(example.device):
         captured = CapturedStep(model, optimizer, tally, execution, penalty)
