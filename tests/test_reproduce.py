@@ -269,7 +269,7 @@ def test_a_run_that_diverged_is_told_from_one_that_was_stopped(tmp_path: Path) -
     runs.load(folder).conclude(runs.Outcome(diverged="the training loss became nan in step 2 of epoch 51"))
     ledger.collect([folder], results)
     assert [found.entry.complete for found in ledger.read(results)] == ["diverged"]
-    assert "| 2 of 600 | diverged; as far as it came |" in reproduction_page.page(results)
+    assert "| 2 of 600 | diverged; up to its last epoch |" in reproduction_page.page(results)
     vgg = ["vgg16-cifar10"]
     assert 0.7 not in [recipe.mu for recipe in reproduce.wanted(results, experiments=vgg) if recipe.optimizer == "grda"]
     second = [recipe for recipe in reproduce.wanted(results, experiments=vgg, seeds=2) if recipe.mu == 0.7]
@@ -353,7 +353,7 @@ def test_the_page_shows_ours_beside_the_paper_s(tmp_path: Path) -> None:
     assert "Not measured yet: the memory of resnet50." in text
     assert "| wrn28x10-cifar100 | SGD | 200 | 4.000e-04 | 3.434e-04 | 1.654e-04 |" in text
     assert "wrn28x10-cifar10, gRDA μ=0.55: no run yet" in text
-    assert "2 of 600 | as far as it came" in text
+    assert "2 of 600 | up to its last epoch" in text
     figures = {path.name for path in (docs / "figures").iterdir()}
     assert all(f"(figures/{name})" in text for name in figures)
     assert text.count("](figures/") == len(figures) == 4

@@ -1,7 +1,7 @@
-"""Our runs beside the published ones, cell by cell.
+"""Compare our runs with the published ones, cell by cell.
 
-A run counts if it follows its recipe in everything (`ledger.departures`): the published schedule depends on the total
-length, so that the first 60 of 600 epochs are not those of a run of 60. An unfinished run counts as far as it came.
+A run counts only if it follows its recipe exactly (`ledger.departures`). The published schedule depends on the total
+length, so the first 60 of 600 epochs differ from a run of 60. An unfinished run counts up to its last epoch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dirprune.lab.recipes import Recipe
 from dirprune.lab.train import EpochRecord
 
 SURPRISING = 0.001
-"""Cells whose `Cell.chance` is below this are worth an explanation."""
+"""Cells whose `Cell.chance` is below this need an explanation; the page lists them."""
 
 
 TELLING: dict[str, tuple[float | None, ...]] = {
@@ -29,12 +29,12 @@ TELLING: dict[str, tuple[float | None, ...]] = {
     "wrn28x10-cifar10": (0.55, None, 0.65, 0.501, 0.6),
     "wrn28x10-cifar100": (0.55, None, 0.65, 0.501, 0.6),
 }
-"""The settings of each experiment by their μ, None being SGD; those whose runs tell most come first."""
+"""The settings of each experiment by their μ (None for SGD), in the order of training: most informative first."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A published number, and what our runs of its setting measured: one value a seed, none while it is missing."""
+    """A published number and our measurements of it: one value per seed, none while it is missing."""
 
     published: PublishedCell
     ours: tuple[float, ...] = ()
@@ -49,22 +49,25 @@ class Cell:
 
     @property
     def deviation(self) -> float | None:
-        """How far our mean lies from the printed one, in printed stds."""
+        """The difference of our mean from the printed one, in printed stds."""
         return deviation(self.mean, self.published.paper)
 
     @property
     def honest_deviation(self) -> float | None:
-        """The same against the authors' runs that measured as ours do, in sample stds."""
+        """The difference of our mean from that of the authors' comparable runs, in sample stds.
+
+        Comparable runs are those that measured as ours do.
+        """
         return deviation(self.mean, self.published.comparable)
 
     @property
     def chance(self) -> float | None:
-        """How often runs like the authors' would lie as far from their comparable mean as ours."""
+        """The probability that runs like the authors' lie at least as far from their comparable mean as ours."""
         return None if self.missing else chance(self.mean, len(self.ours), self.published.comparable)
 
 
 def deviation(mean: float, estimate: Estimate) -> float | None:
-    """Return (mean − estimate.mean)/estimate.std; None without a number, or where all runs printed the same digits.
+    """Return (mean − estimate.mean)/estimate.std; None if the mean is NaN, or all their runs logged the same digits.
 
     >>> deviation(79.43, Estimate(79.63, 0.2, 9))
     -1.0
@@ -75,11 +78,11 @@ def deviation(mean: float, estimate: Estimate) -> float | None:
 
 
 def chance(mean: float, n: int, estimate: Estimate) -> float | None:
-    """Return the two-sided p of a mean of ``n`` runs under the distribution that an estimate comes from.
+    """Return the two-sided p-value of a mean of ``n`` runs, if they come from the distribution of the estimate.
 
         t = (mean − m)/(s·√(1/n + 1/N)),   Student with N−1 degrees of freedom
 
-    for the estimate's mean m, sample std s and number of runs N. None where s is 0.
+    for the estimate's mean m, sample std s and number of runs N. None if s is 0.
     """
     from scipy.stats import t as student
 
@@ -90,7 +93,7 @@ def chance(mean: float, n: int, estimate: Estimate) -> float | None:
 
 
 def compare(results: Path) -> list[Cell]:
-    """Return every cell of the published CIFAR tables with what our runs say of it."""
+    """Return every cell of the published CIFAR tables with our measurements."""
     groups = reproductions(ledger.read(results))
     by_setting = {
         setting: [{epoch.epoch: epoch for epoch in run.epochs} for run in runs] for setting, runs in groups.items()
@@ -109,7 +112,7 @@ def compare(results: Path) -> list[Cell]:
 
 
 def reproductions(runs: Iterable[Trajectory]) -> dict[Setting, list[Trajectory]]:
-    """Return the begun runs that follow a published recipe, by setting; the settings need not all be published."""
+    """Return the runs with at least one epoch that follow a published recipe, by setting, published or not."""
     groups: dict[Setting, list[Trajectory]] = {}
     for run in runs:
         if run.epochs and not run.entry.departs and run.entry.recipe in published.EXPERIMENTS:
@@ -118,13 +121,13 @@ def reproductions(runs: Iterable[Trajectory]) -> dict[Setting, list[Trajectory]]
 
 
 def wanted(results: Path, *, experiments: Iterable[str] = published.EXPERIMENTS, seeds: int = 1) -> list[Recipe]:
-    """Return the published runs that the ledger lacks, the most telling first.
+    """Return the published runs that the ledger lacks, the most informative first.
 
-    A setting has enough when ``seeds`` runs of it are complete or diverged, whichever their seeds; what is missing gets
-    the smallest seeds from 1 that are free. Every setting comes once before any comes a second time.
+    A setting has enough when ``seeds`` runs of it are complete or diverged, whatever their seeds. Missing runs get the
+    smallest free seeds from 1 on. Every setting comes once before any comes a second time.
 
     Raises:
-        ValueError: an experiment was not published.
+        ValueError: an experiment is not among the published ones.
     """
     done: dict[Setting, set[int]] = {}
     for setting, runs in reproductions(ledger.read(results)).items():
@@ -163,11 +166,11 @@ def value(record: EpochRecord, metric: str) -> float:
 
 COLUMNS = ("metric", "epoch", "ours", "runs", "paper", "off by", "comparable logs", "off by those")
 SPARE = ("runs", "off by those", "comparable logs")
-"""The columns that a narrow terminal goes without, the first of them first."""
+"""Columns that are dropped on a narrow terminal, in this order."""
 
 
 def tables(cells: Iterable[Cell]) -> dict[str, list[tuple[str, ...]]]:
-    """Return the cells that have runs as rows of text under `COLUMNS`, by setting."""
+    """Return the cells that have runs, by setting, as rows of text for `COLUMNS`."""
     found = {}
     for setting, group in by_setting(cells).items():
         if have := [cell for cell in group if not cell.missing]:
@@ -183,32 +186,33 @@ def by_setting(cells: Iterable[Cell]) -> dict[Setting, list[Cell]]:
 
 
 def summary(cells: list[Cell]) -> str:
-    """Return in a sentence or two how many cells we have, and how far they lie from the published ones."""
+    """Return a short text that says how many cells we have, and how far they are from the published ones."""
     have = [cell for cell in cells if not cell.missing]
     sentence = f"{len(have)} of {len(cells)} published cells have a run of ours."
     sizes = [abs(cell.honest_deviation) for cell in have if cell.honest_deviation is not None]
     if not sizes:
         return sentence
     shares = ", ".join(f"{sum(size <= k for size in sizes)} within {k}" for k in (1, 2, 3))
-    sentence += f" Of the {len(sizes)} with a std to measure by, in stds of the authors' comparable runs: {shares}."
+    sentence += f" Of these, {len(sizes)} can be measured in stds of the authors' comparable runs: {shares}."
     if flat := [cell for cell in have if cell.honest_deviation is None]:
         furthest = max(abs(cell.mean - cell.published.comparable.mean) for cell in flat)
         sentence += (
-            f" In the other {len(flat)} their runs all logged the same digits; ours differ by at most {furthest:.2g}."
+            f" For the other {len(flat)} all their runs logged the same digits; ours differ by at most {furthest:.2g}."
         )
     return sentence
 
 
 def surprising(cells: Iterable[Cell]) -> list[Cell]:
-    """Return the cells that lie further off than seeds explain, the least likely first."""
+    """Return the cells that deviate by more than the variation between seeds explains, the least likely first."""
     odd = [(cell.chance, i, cell) for i, cell in enumerate(cells) if cell.chance is not None]
     return [cell for p, _, cell in sorted(odd, key=lambda item: item[:2]) if p < SURPRISING]
 
 
 def around(cell: Cell, runs: Iterable[Trajectory], *, reach: int = 10) -> tuple[float, float] | None:
-    """Return our mean and the authors' over the same epochs near a cell's, its own left out; None if there are none.
+    """Return our mean and the authors' over the same epochs near a cell's, without its own; None if there are none.
 
-    They tell one odd epoch from a run that is off. Of the authors' every fifth epoch is known.
+    This distinguishes a single odd epoch from a run that is off throughout. After epoch 20, the authors' means are
+    known for every fifth epoch only.
     """
     given = cell.published
     band = published.bands(given.setting.experiment)[given.setting, given.metric]
@@ -247,7 +251,7 @@ def _row(cell: Cell) -> tuple[str, ...]:
 
 
 def format_deviation(mean: float, estimate: Estimate) -> str:
-    """Return a deviation for a table: in stds with a σ, or the plain difference where there is no std to measure by.
+    """Return a deviation as text for a table: in stds with a σ, or the plain difference if the std is 0.
 
     >>> format_deviation(79.43, Estimate(79.63, 0.2, 9)), format_deviation(5.18, Estimate(5.19, 0.0, 9))
     ('−1.0σ', '−0.01')
