@@ -1,6 +1,6 @@
-"""Pruning methods side by side: every trial is an ordinary run, under ``runs/``. `comparison` makes tables of them.
+"""Train the trials of a comparison of pruning methods. Every trial is an ordinary run under ``runs/``.
 
-A trial that the tables know has ended, whether or not its folder is still there.
+`comparison` makes tables of them. A trial that is in the tables has ended, whether or not its folder still exists.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dirprune.lab.series import Planned, series
 from dirprune.lab.trials import Trial, rounded
 
 MOST_VALUES = 8
-"""Of a knob, to which a sweep is widened: beyond that, more of the same is hardly what it lacks."""
+"""Number of values of a knob at which a sweep is no longer widened; more values would hardly help."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a comparison is: trial ``number``, after so many epochs; ``row`` when that trial has ended."""
+    """Progress of a comparison: trial ``number`` after ``epoch`` epochs, with its ``row`` if the trial has ended."""
 
     number: int
     epoch: int
@@ -44,15 +44,15 @@ def compare(
     root: Path | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Iterator[Progress]:
-    """Train the trials that have not ended yet, one after the other, each from where it stands.
+    """Train the trials that have not ended yet, one after the other, each from its current epoch.
 
-    A trial that diverges has ended too, and the comparison goes on.
+    A trial that diverges counts as ended, and the comparison continues.
 
     Args:
         trials: see `dirprune.lab.trials.plan`.
-        out: folder of the comparison; the same one goes on with it.
+        out: folder of the comparison; the same folder continues it.
         device, root: where to train, and where the data are.
-        stopping: asked before each trial and after each epoch; True saves and ends.
+        stopping: called before each trial and after each epoch; if it returns True, the run is saved and this stops.
 
     Raises:
         ValueError: the folder holds runs of another comparison.
@@ -72,12 +72,13 @@ def compare(
 
 
 def wider(trials: Sequence[Trial], found: Sequence[Ended], sparsities: Sequence[float]) -> dict[str, list[float]]:
-    """Return, by method, the values of its knob and one more to try, where its runs leave a sparsity unenclosed.
+    """Return, for every method whose runs do not enclose all sparsities, the values of its knob and one more to try.
 
-    It is twice the strongest value or half the weakest, and half-way, as a factor, between two that are too far apart
-    to read anything off. Methods with a preset sparsity, and those whose runs enclose all sparsities, are left out.
-    Only these trials count, and the first seed before the others, so that the same values come up again whatever else
-    a folder holds, and when seeds are added.
+    The new value is twice the strongest or half the weakest, or the geometric mean of two whose runs are too far apart
+    to interpolate. Methods with a preset sparsity, and those whose runs enclose all sparsities, are left out.
+
+    Only these trials count, and earlier seeds before later ones. The same values are therefore chosen again, whatever
+    else the folder holds, and when seeds are added.
     """
     more = {}
     names = {trial.name for trial in trials}
@@ -91,7 +92,7 @@ def wider(trials: Sequence[Trial], found: Sequence[Ended], sparsities: Sequence[
 
 
 def _missing(rows: Sequence[Row], values: Sequence[float], sparsities: Sequence[float]) -> float | None:
-    """Return a value that the runs of the first seed that lacks one do, beyond their values if possible; or None."""
+    """Return the value that the first incomplete seed needs, preferably beyond the present ones; None if none does."""
     for seed in sorted({row.seed for row in rows}):
         own = [row for row in rows if row.seed == seed]
         beyond, between = [], []
@@ -111,7 +112,7 @@ def _missing(rows: Sequence[Row], values: Sequence[float], sparsities: Sequence[
 
 
 def _check_alike(out: Path, elsewhere: Sequence[Row], recipe: Recipe) -> None:
-    """Raise unless what a folder holds can be compared with runs of this recipe, whatever their method."""
+    """Raise unless the runs in a folder can be compared with runs of this recipe, whatever their method."""
     for config in sorted((out / "runs").glob("*/config.json")):
         there = runs.load(config.parent).recipe
         if other := differing(there, recipe, CHOICES):
