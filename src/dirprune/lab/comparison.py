@@ -1,13 +1,13 @@
-"""Tables and figures of a comparison, made from the runs in its folder, and from the rows of those that are elsewhere.
+"""Tables and figures of a comparison, made from the runs in its folder and from the table rows of runs elsewhere.
 
-comparison.csv      one row a run
-layers.csv          one row a layer of a run
-ranking.csv         the methods at every sparsity that was asked for
+comparison.csv      one row per run
+layers.csv          one row per layer of a run
+ranking.csv         the methods at every requested sparsity
 tradeoff.png        accuracy against sparsity
-layers-0.9.png      the sparsity of every layer, of each method's run nearest to a sparsity
+layers-0.9.png      layerwise sparsity of each method's run nearest to a requested sparsity
 
-Of a run only config.json, environment.json, metrics.jsonl and outcome.json are read. The first two tables stand for
-runs whose folders are gone: with them alone a comparison goes on, on another machine.
+Only config.json, environment.json, metrics.jsonl and outcome.json of a run are read. The first two tables stand in for
+runs whose folders are gone, so with these tables alone a comparison can continue on another machine.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from dirprune.lab.trials import CONTESTANTS, Trial, known_as, setting
 
 @dataclass(frozen=True)
 class Row:
-    """A run that ended; ``sparsity`` is that of the weights, which can be pruned. What is not known is nan.
+    """A run that ended. ``sparsity`` counts weights only, which can be pruned. Unknown values are NaN.
 
-    Of a run that diverged, which ``diverged`` tells, the numbers are those of its last good epoch.
+    For a run that diverged (``diverged`` says how), the numbers are those of its last good epoch.
     """
 
     run: str
@@ -74,10 +74,10 @@ class Row:
 
     @staticmethod
     def of(run: Run, outcome: Outcome) -> Row:
-        """Read the row of a run that ended so.
+        """Return the row of a run that ended with ``outcome``.
 
         Raises:
-            ValueError: its last epoch, whose numbers a comparison is about, is not in its records.
+            ValueError: the records do not include the last epoch, whose numbers the row needs.
         """
         trial, records = Trial.of(run.recipe), run.records()
         last = records[-1] if records else None
@@ -108,11 +108,11 @@ class Row:
 
 
 CHOICES = {"optimizer", "method", "options", "c", "seed"} | FREE_TO_CHANGE
-"""In what runs of one comparison may differ."""
+"""Recipe fields in which runs of one comparison may differ."""
 
 
 def shared(recipe: Recipe) -> str:
-    """Return what a run shares with all others of its comparison.
+    """Return a description of what a run shares with all others of its comparison.
 
     >>> from dataclasses import replace
     >>> shared(replace(recipes.get("digits"), epochs=3, c=0.1))
@@ -124,7 +124,7 @@ def shared(recipe: Recipe) -> str:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A layer of a run that came to its end."""
+    """A layer of a run that ended without diverging."""
 
     run: str
     method: str
@@ -137,11 +137,11 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class RankRow:
-    """A method at an asked sparsity, over its seeds; see `dirprune.lab.ranking.Standing`.
+    """A method at a requested sparsity, over its seeds; see `dirprune.lab.ranking.Standing`.
 
-    ``gap`` is the difference to dense training of the same seeds, in points, and ``gap_margin`` half the length of its
-    95% confidence interval; nan where it is not known. Costs are means over all its runs. Dense training stands at
-    sparsity 0, before all others, with rank 0.
+    ``gap`` is the difference from dense training with the same seeds, in points, and ``gap_margin`` half the length of
+    its 95% confidence interval; unknown values are NaN. Costs are means over all runs of the method. Dense training
+    comes first, with sparsity 0 and rank 0.
     """
 
     asked_sparsity: float
@@ -158,7 +158,7 @@ class RankRow:
     peak_memory_mib: float
 
     def cells(self) -> tuple[str, ...]:
-        """Return the row as text, by `COLUMNS`."""
+        """Return the row as text, one cell for each of `COLUMNS`."""
         return (
             str(self.rank or NOTHING),
             known_as(self.method).title,
@@ -173,7 +173,7 @@ class RankRow:
 
 COLUMNS = ("rank", "method", "from", "test accuracy (%)", "− dense (95%)", "seeds", "a run took", "MiB")
 SPARE = ("MiB", "seeds", "a run took")
-"""The columns that a narrow terminal goes without, the first of them first."""
+"""Columns that are dropped on a narrow terminal, in this order."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def read(out: Path) -> list[Ended]:
 
 
 def noted(out: Path) -> list[Ended]:
-    """Return the runs that the tables of a folder know, and that have not ended in it."""
+    """Return the runs that are in the tables of a folder, but have not ended in the folder itself."""
     layers: dict[str, list[LayerRow]] = {}
     for line in read_rows(out / "layers.csv", LayerRow):
         layers.setdefault(line.run, []).append(line)
@@ -235,7 +235,7 @@ def write(found: Sequence[Ended], out: Path, sparsities: Sequence[float]) -> lis
 
 
 def ranking(found: Iterable[Ended], sparsities: Iterable[float]) -> list[RankRow]:
-    """Return the methods ranked at every sparsity, after dense training; runs that diverged do not count."""
+    """Return dense training, then the methods ranked at every sparsity; runs that diverged are left out."""
     whole = [each for each in found if not each.row.diverged]
     dense = [each.row for each in whole if each.row.is_dense]
     rows = []
@@ -251,7 +251,7 @@ def ranking(found: Iterable[Ended], sparsities: Iterable[float]) -> list[RankRow
 
 
 def curves(found: Iterable[Ended]) -> list[Curve]:
-    """Return accuracy against sparsity, a curve a method: means over the seeds of each setting, and their stds."""
+    """Return a curve of accuracy against sparsity per method: means and stds over the seeds of each setting."""
     by_method: dict[str, dict[str, list[Row]]] = {}
     for each in found:
         if not each.row.diverged:
@@ -266,7 +266,7 @@ def curves(found: Iterable[Ended]) -> list[Curve]:
 
 
 def nearest_layers(found: Iterable[Ended], sparsity: float) -> list[LayerBar]:
-    """Return the layers of each method's run nearest to a sparsity, under the method's name with the run's own one."""
+    """Return the layers of each method's run nearest to a sparsity, labelled with method and the run's own sparsity."""
     nearest: dict[str, Ended] = {}
     for each in sorted(found, key=lambda each: each.row.seed):
         if not each.row.is_dense and each.layers:
@@ -281,7 +281,7 @@ def nearest_layers(found: Iterable[Ended], sparsity: float) -> list[LayerBar]:
 
 
 def notes(found: Sequence[Ended]) -> list[str]:
-    """Return what a reader of the table has to know besides: the budget of every method, and what went wrong."""
+    """Return notes for the reader of the table: the budget of every method, and runs that diverged."""
     epochs = max(each.row.epochs for each in found)
     costs = {each.row.method: known_as(each.row.method).cost for each in found}
     lines = [
@@ -309,7 +309,7 @@ def _both(spread: Spread) -> tuple[float, float]:
 
 
 def _costs(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the mean time of runs, and the mean memory of those of which it is known."""
+    """Return the mean time of the runs, and the mean memory of those whose memory is known."""
     known = [row.peak_memory_mib for row in rows if not math.isnan(row.peak_memory_mib)]
     return Spread.of([row.seconds for row in rows]).mean, Spread.of(known).mean if known else math.nan
 
