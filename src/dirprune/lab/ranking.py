@@ -1,9 +1,9 @@
-"""Methods ranked at equal sparsity.
+"""Rank methods at equal sparsity.
 
-A method that was not run at a sparsity s is compared there by its two nearest runs around it, linearly in log(1 − s):
-halving what is left is one step, wherever it happens. If all its runs are sparser, the least sparse says what it has at
-least, unless it is sparser by far. Otherwise nothing is said beyond a method's runs, nor between runs that are far
-apart, one of which may have lost everything: there the nearest one is shown, unranked.
+If a method has no run at sparsity s, its two nearest runs around s are interpolated, linearly in log(1 − s): halving
+the remaining weights counts the same at every sparsity. If all its runs are sparser, the least sparse one is a lower
+bound, unless it is much sparser. There is no other extrapolation, and no interpolation between runs that are far apart,
+because one of them may have lost everything. In these cases the nearest run is shown without a rank.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dirprune.lab.report import Spread
 from dirprune.lab.tradeoff import APART, distance
 
 EXACT = 0.02
-"""A run at this `distance` from a sparsity is at it: 0.2 points at 90%, 0.04 at 98%."""
+"""A run within this `distance` of a sparsity counts as being at it: 0.2 points at 90%, 0.04 at 98%."""
 
 SPARSER = math.log(2)
-"""How much sparser a run may be to say what its method has at least: with half as many weights left."""
+"""How much sparser a run may be to serve as a lower bound: it has at least half as many weights left."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A finished run: whose, at which setting of its knob and seed, and what it gave; accuracy in percent."""
+    """A finished run: its method, setting and seed, and the sparsity and accuracy it reached; accuracy in percent."""
 
     method: str
     setting: str
@@ -35,9 +35,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Reading:
-    """A method's accuracy at a sparsity, by the runs of one seed.
+    """A method's accuracy at a sparsity, from the runs of one seed.
 
-    ``is_there`` unless only the nearest run is told; ``at_least`` if that is a sparser one, at its own sparsity.
+    ``is_there`` is False if it is only that of the nearest run. ``at_least`` is True if a sparser run is a lower bound;
+    ``sparsity`` is then that run's own.
     """
 
     sparsity: float
@@ -49,9 +50,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Standing:
-    """A method at an asked sparsity, over its seeds; rank 0 is that of a method without runs around it.
+    """A method at a requested sparsity, over its seeds; rank 0 means that it cannot be ranked there.
 
-    ``sparsity`` is where the accuracies, by seed, were read: the asked one, or that of sparser or of the nearest runs;
+    ``sparsity`` is where the accuracies (by seed) were read: the requested one, or that of sparser or nearest runs.
     ``source`` names the runs of the first seed.
     """
 
@@ -96,7 +97,7 @@ def read_at(points: Sequence[Point], sparsity: float) -> Reading:
 
 
 def rank(points: Iterable[Point], sparsities: Iterable[float]) -> list[Standing]:
-    """Return for every sparsity the methods, the most accurate first; then those that have no runs around it."""
+    """Return the methods at every sparsity, the most accurate first, then those that cannot be ranked there."""
     by_method: dict[str, dict[int, list[Point]]] = {}
     for point in points:
         by_method.setdefault(point.method, {}).setdefault(point.seed, []).append(point)
@@ -109,12 +110,12 @@ def rank(points: Iterable[Point], sparsities: Iterable[float]) -> list[Standing]
 
 
 def paired_gap(accuracies: Mapping[int, float], dense: Mapping[int, float]) -> tuple[float, float]:
-    """Return how far a method is from dense training, over the seeds that both have, and how surely that is known.
+    """Return a method's mean difference from dense training over common seeds, and the margin of that mean.
 
         d̄ ± t(0.975, n−1) · s/√n,   mean d̄ and standard deviation s of the n differences
 
-    Runs of one seed share their first weights and their minibatches, so that the difference is taken seed by seed. The
-    second number is half the length of the 95% confidence interval, nan for one seed; both are nan without any.
+    Runs with the same seed share their initial weights and minibatches, so the difference is taken seed by seed. The
+    margin is half the length of the 95% confidence interval. It is NaN for one seed; both are NaN without any.
 
     >>> gap, margin = paired_gap({0: 93.0, 1: 94.0, 2: 93.5}, {0: 94.0, 1: 94.0, 2: 94.0})
     >>> round(gap, 3), round(margin, 3)
@@ -130,7 +131,7 @@ def paired_gap(accuracies: Mapping[int, float], dense: Mapping[int, float]) -> t
 
 
 def _stand(asked: float, method: str, seeds: dict[int, list[Point]]) -> Standing:
-    """Return a method's standing over the seeds that have runs around the sparsity, its rank 1; 0 if none has."""
+    """Return a method's standing over the seeds that can be ranked at the sparsity, with rank 1; 0 if none can."""
     every = {seed: read_at(points, asked) for seed, points in sorted(seeds.items())}
     there = {seed: reading for seed, reading in every.items() if reading.is_there}
     readings = there or every
