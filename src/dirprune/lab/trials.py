@@ -1,7 +1,7 @@
-"""Who takes part in a comparison, and the runs it consists of.
+"""The methods that take part in a comparison, and the runs it consists of.
 
 All runs of a comparison share data, order of the data, initial weights (by seed), schedule and epochs. A method with a
-preset sparsity is run at the sparsities that are asked for; one without is run at several values of its own knob.
+preset sparsity is run at the requested sparsities, any other at several values of its own knob.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from dirprune.lab.names import unknown
 from dirprune.lab.recipes import Option, Recipe
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)
-"""What a strength is swept over, times one that prunes moderately."""
+"""A strength is swept over these multiples of a moderate one."""
 
 BETAS = (0.03, 0.1, 0.3, 1.0)
-"""What variational dropout is swept over without weight decay."""
+"""The values of β over which variational dropout is swept without weight decay."""
 
 PULL = 11.0
-"""Of STR's decay without weight decay: d Σγᵢ that left 7% of the weights of the digits network."""
+"""The value of d Σγᵢ, for STR's decay d without weight decay, that left 7% of the weights of the digits network."""
 
 FASTEST = 0.01
-"""Of STR's decay: the part of s that goes in a step. Where it was 0.04, networks were gone before they had learned."""
+"""The largest fraction of STR's s that decays in one step. With 0.04, networks were destroyed before they learned."""
 
 
 @dataclass(frozen=True)
 class Contestant:
     """A method as it enters a comparison.
 
-    ``name`` is what users type, ``title`` what figures show, ``options`` what its method is made with besides its knob,
-    and ``cost`` what it takes beside the epochs that all have.
+    ``name`` is what users type and ``title`` what figures show. ``options`` are the arguments of the method other than
+    its knob. ``cost`` says what the method needs in addition to the epochs that all methods have.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Contestant:
 
     @property
     def is_swept(self) -> bool:
-        """Whether it is run at several values of a knob that decides the sparsity without being it."""
+        """Whether it is run at several values of a knob that influences the sparsity, but is not the sparsity."""
         return self.knob is not None and not self.is_preset
 
     def enter(self, recipe: Recipe, value: float | None) -> Recipe:
@@ -118,19 +118,19 @@ DEFAULT = tuple(baselines.METHODS)
 
 
 def contestant(name: str) -> Contestant:
-    """Return the contestant called ``name``, or say which there are."""
+    """Return the contestant called ``name``; if there is none, raise an error that lists the known names."""
     if name in CONTESTANTS:
         return CONTESTANTS[name]
     raise unknown("method", name, CONTESTANTS)
 
 
 def known_as(name: str) -> Contestant:
-    """Return the contestant called ``name``; for a name that only an old table knows, one with nothing but the name."""
+    """Return the contestant called ``name``, or a placeholder for a name that occurs only in an old table."""
     return CONTESTANTS.get(name) or Contestant(name, name, name, "unknown")
 
 
 def setting(knob: str | None, value: float | None) -> str:
-    """Return a knob and its value in words: "c=8e-05", "" for dense training."""
+    """Return a knob and its value as text: "c=8e-05", "" for dense training."""
     return "" if value is None else f"{knob}={value:g}"
 
 
@@ -149,12 +149,12 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """What its folder is called: "grda-c8e-05-s0"."""
+        """The name of its folder: "grda-c8e-05-s0"."""
         return "-".join(filter(None, [self.contestant.name, self.setting.replace("=", ""), f"s{self.recipe.seed}"]))
 
     @staticmethod
     def of(recipe: Recipe) -> Trial:
-        """Return the trial that a recipe is: what it is made with besides its knob tells the contestants apart.
+        """Return the trial that a recipe describes. The options other than the knob identify the contestant.
 
         >>> from dirprune.lab import recipes
         >>> Trial.of(replace(recipes.get("digits"), c=0.02)).name
@@ -180,18 +180,18 @@ def plan(
     sweeps: Mapping[str, Sequence[float]] | None = None,
     batches: int,
 ) -> list[Trial]:
-    """Return the runs of a comparison, all methods for the first seed, then all for the next.
+    """Return the runs of a comparison: all methods with the first seed, then all with the next.
 
     Args:
-        recipe: what they share; the first seed is its own.
+        recipe: what the runs share.
         methods: names of contestants.
-        sparsities: for methods that need one preset.
-        seeds: how many, from the recipe's own on.
-        sweeps: values of the knob, by method, instead of the sparsities or the `default_sweep`.
-        batches: steps an epoch, by which the default sweeps are chosen.
+        sparsities: the sparsities of methods with a preset sparsity.
+        seeds: number of seeds, starting with the recipe's own.
+        sweeps: values of the knob by method, instead of the sparsities or the `default_sweep`.
+        batches: steps per epoch, on which the default sweeps depend.
 
     Raises:
-        ValueError: a method or a value that cannot be used; nothing has been run then.
+        ValueError: a method or a value cannot be used.
 
     Example:
         >>> from dirprune.lab import recipes
@@ -219,19 +219,19 @@ def plan(
         for each, values in swept.items():
             trials += [Trial(each, value, each.enter(own, value)) for value in values]
     for trial in trials:
-        make_method(trial.recipe, lambda model: 0.0)  # a bad value is refused before any work
+        make_method(trial.recipe, lambda model: 0.0)  # raises for a bad value before anything is trained
     return trials
 
 
 def default_sweep(contestant: Contestant, recipe: Recipe, batches: int) -> list[float]:
-    """Return values of a knob that lead from moderate to high sparsity, as far as can be told beforehand.
+    """Return values of a knob that should lead from moderate to high sparsity.
 
-    With n steps at rates γᵢ = lr · factorᵢ / (1 − momentum), from the base rate γ:
+    With n steps at rates γᵢ = lr · factorᵢ / (1 − momentum), and the base rate γ:
 
-    - gRDA: around the c whose threshold c √γ (nγ)^μ ends, at a constant rate, where that of the unchanged recipe does.
-    - ℓ₁-RDA: the λ whose threshold nγλ ends there too.
+    - gRDA: around the c whose final threshold at a constant rate, c √γ (nγ)^μ, is that of the unchanged recipe.
+    - ℓ₁-RDA: around the λ whose final threshold, nγλ, is the same.
     - STR: around `str_decay`.
-    - variational dropout: β up to 1, the variational bound, and less with weight decay.
+    - variational dropout: β up to 1, the variational bound; smaller values with weight decay.
     """
     rate = recipe.lr / (1 - recipe.momentum)
     steps = recipe.epochs * batches
@@ -250,14 +250,14 @@ def default_sweep(contestant: Contestant, recipe: Recipe, batches: int) -> list[
 
 
 def rounded(value: float) -> float:
-    """Return a value of a knob to three digits, as it stands in the name of its run."""
+    """Return the value of a knob rounded to three digits, as in the name of its run."""
     return float(f"{value:.3g}")
 
 
 def final_threshold(recipe: Recipe, batches: int) -> float:
-    """Return where gRDA's threshold ends, at a constant rate, under the recipe as it is known by its name.
+    """Return gRDA's final threshold at a constant rate, with the length and rate of the registered recipe.
 
-    Its c was chosen for that length and rate; what a user has changed of them must not change the sparsity.
+    c was chosen for that length and rate. If a user changes them, the sparsity should not change.
     """
     own = recipes.get(recipe.name) if recipe.name in recipes.names() else recipe
     rate = own.lr / (1 - own.momentum)
@@ -267,17 +267,17 @@ def final_threshold(recipe: Recipe, batches: int) -> float:
 def str_decay(recipe: Recipe, batches: int) -> float:
     """Return a decay d of STR's s that left 3 to 7% of the weights in runs with and without weight decay.
 
-    Without the loss s would end at s₀ exp(−d Σγᵢ); weight decay draws the weights towards the threshold as well.
+    Without the gradient of the loss, s would end at s₀ exp(−d Σγᵢ). Weight decay also pulls weights to the threshold.
     """
     total = exposure(recipe, batches)
     return min(PULL * weight_decay_share(recipe, total) / total, FASTEST * (1 - recipe.momentum) / recipe.lr)
 
 
 def weight_decay_share(recipe: Recipe, total: float) -> float:
-    """Return what is left of a method's strength to be given beside weight decay w, by Σγᵢ: 1 without it.
+    """Return the factor by which weight decay w reduces the strength that a method needs, given Σγᵢ: 1 if w = 0.
 
-    At w Σγᵢ = 4.7 an eighth of STR's did the same, at 5.9 a tenth of variational dropout's; beyond that nothing was
-    measured.
+    At w Σγᵢ = 4.7, an eighth of STR's strength had the same effect; at 5.9, a tenth of variational dropout's. Larger
+    values were not measured.
     """
     return float(8 ** -min(recipe.weight_decay * total / 4.7, 1.0))
 
