@@ -1,4 +1,4 @@
-"""What a training step costs: SGD against gRDA, beside the arithmetic floor and the paper's own figures."""
+"""Measure the cost of a training step with SGD and with gRDA, next to the arithmetic floor and the paper's figures."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from dirprune.lab.tables import merge_rows
 from dirprune.lab.train import batch_sizes, evaluate
 
 PEAK_FLOPS = 790e12
-"""What one H200 reaches in a large bf16 matrix product on random data; the floor is the arithmetic at that rate."""
+"""The rate that one H200 reaches in a large bf16 matrix product on random data; the floor assumes this rate."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A network as a published run trained it, on noise; as many test images for each training image as it had."""
+    """A network trained as in a published run, but on noise, with the same ratio of test to training images."""
 
     recipe: str
     shape: tuple[int, int, int]
@@ -51,12 +51,12 @@ WORKLOADS = {
 MOST_MS = {"vgg16": 1.4, "wrn28x10": 12.5}
 MOST_RATIO = 1.02
 MOST_OVERHEAD = 0.05
-"""What we ask of ourselves on one H200: milliseconds of a step, gRDA's to SGD's, and the rest of an epoch."""
+"""Our targets on one H200: milliseconds per step, gRDA's time relative to SGD's, and the rest of an epoch."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A training step of one network with one optimizer: milliseconds (median of rounds), and mebibytes at the peak."""
+    """The cost of a training step with one network and optimizer: milliseconds (median of rounds) and peak MiB."""
 
     model: str
     batch_size: int
@@ -66,7 +66,7 @@ class Cost:
     floor_ms: float | None
     peak_mib: float | None
     overhead: float
-    """Share of an epoch that is no training step: data handling and evaluation, but not the counting of zeros."""
+    """Fraction of an epoch outside training steps: data handling and evaluation, but not the counting of zeros."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,7 +80,7 @@ class _Trainer:
         torch.manual_seed(0)
         self.model = self.execution.place(models.build(recipe.model, loaders.classes), device)
         optimizer_ = make_optimizer(recipe, self.model, device)
-        lowered(self.model, optimizer_, self.execution).__enter__()  # for good
+        lowered(self.model, optimizer_, self.execution).__enter__()  # never left: the trainer is thrown away
         self.scoring = make_scoring(self.model, self.model, self.execution, device)
         self.loaders = loaders
         self.batches = batches
@@ -92,7 +92,7 @@ class _Trainer:
         )
 
     def steps(self, count: int) -> float:
-        """Seconds a step."""
+        """Run ``count`` steps and return the seconds per step."""
         self.tally.reset()
         start = _now()
         for i in range(count):
@@ -100,7 +100,7 @@ class _Trainer:
         return (_now() - start) / count
 
     def epoch(self) -> float:
-        """Seconds for an epoch as training spends them: data, steps, evaluation."""
+        """Run an epoch as in training, with data, steps and evaluation, and return its seconds."""
         self.tally.reset()
         start = _now()
         self._epoch += 1
@@ -113,9 +113,9 @@ class _Trainer:
 def bench(
     name: str, *, device: torch.device, lean: bool | None = None, rounds: int = 7, steps: int = 50
 ) -> Iterator[Cost]:
-    """Yield what a step of this network costs with SGD, then with gRDA; the two take turns, round by round.
+    """Yield the cost of a step of this network with SGD, then with gRDA. Rounds of the two alternate.
 
-    ``lean`` decides whether gRDA's weights are bfloat16; None leaves it to the recipe.
+    ``lean`` decides whether gRDA's weights are bfloat16; None takes the recipe's value.
     """
     if name not in WORKLOADS:
         raise unknown("benchmark", name, WORKLOADS)
@@ -130,7 +130,7 @@ def bench(
     )
     batches = list(islice(loaders.train.epoch(1), 8))
     steps = min(steps, len(loaders.train))
-    # What is set up once, in memory too, belongs to neither.
+    # One-time initialisation, and the memory it takes, should count for neither optimizer.
     _Trainer(replace(recipe, optimizer="sgd"), loaders, batches, device)
     trainers: dict[str, _Trainer] = {}
     peaks: dict[str, float | None] = {}
@@ -139,7 +139,7 @@ def bench(
         trainers[optimizer] = _Trainer(replace(recipe, optimizer=optimizer), loaders, batches, device)
         trainers[optimizer].steps(steps)
         peaks[optimizer] = (torch.cuda.max_memory_allocated(device) - before) / 2**20 if before is not None else None
-        trainers[optimizer].epoch()  # the first one sets evaluation up
+        trainers[optimizer].epoch()  # the first epoch compiles and captures the evaluation
     times: dict[str, list[float]] = {optimizer: [] for optimizer in trainers}
     for _ in range(rounds):
         for optimizer, trainer in trainers.items():
@@ -159,9 +159,10 @@ def bench(
 
 
 def _overhead(trainer: _Trainer, seconds: float = 10.0) -> float:
-    """Return the share of an epoch that is not training steps: the median over epochs, three or as the time allows.
+    """Return the fraction of an epoch outside training steps: the median over 3 to 15 epochs, as time allows.
 
-    Each is compared with as many steps alone just before and just after it, for under load the clock of a GPU falls.
+    Each epoch is compared with as many bare steps just before and just after it, because a GPU under load lowers its
+    clock.
     """
     count = len(trainer.loaders.train)
     shares: list[float] = []
@@ -174,7 +175,7 @@ def _overhead(trainer: _Trainer, seconds: float = 10.0) -> float:
 
 
 def ratio_to_sgd(cost: Cost, costs: Sequence[Cost]) -> float:
-    """Return the time of a step as a multiple of SGD's on the same network, which is among ``costs``."""
+    """Return the time of a step as a multiple of SGD's with the same network, which must be among ``costs``."""
     return cost.ms / next(each.ms for each in costs if (each.model, each.optimizer) == (cost.model, "sgd"))
 
 
@@ -191,11 +192,11 @@ COLUMNS = (
     "overhead",
 )
 SPARE = ("floor ms", "overhead", "MiB")
-"""The columns that a narrow terminal goes without, the first of them first."""
+"""Columns that are dropped on a narrow terminal, in this order."""
 
 
 def table(costs: Sequence[Cost]) -> list[tuple[str, ...]]:
-    """Return the costs as rows of text under `COLUMNS`, the paper's V100 figures beside them."""
+    """Return the costs as rows of text for `COLUMNS`, next to the paper's V100 figures."""
     published_costs = {(cost.model, cost.optimizer): cost for cost in published.costs()}
     rows: list[tuple[str, ...]] = []
     for cost in costs:
@@ -219,7 +220,7 @@ def table(costs: Sequence[Cost]) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Bar:
-    """Something asked of a network on a GPU, and what it came to; both in ``unit``."""
+    """A target for a network on a GPU and the measured value, both in ``unit``."""
 
     model: str
     what: str
@@ -232,10 +233,10 @@ class Bar:
         return self.reached <= self.limit
 
     def cells(self) -> tuple[str, ...]:
-        """Return the bar as text, by `BAR_COLUMNS`."""
+        """Return the bar as text, one cell for each of `BAR_COLUMNS`."""
         limit, reached = (f"{value:.4g}" for value in (self.limit, self.reached))
         if reached == limit and not self.met:
-            reached = f"{self.reached:.7g}"  # by how little, then
+            reached = f"{self.reached:.7g}"  # enough digits to show the difference
         words = (f"≤ {limit} {self.unit}", f"{reached} {self.unit}")
         return (self.model, self.what, *(word.strip() for word in words), "yes" if self.met else "no")
 
@@ -244,7 +245,7 @@ BAR_COLUMNS = ("network", "what", "bar", "measured", "met")
 
 
 def bars(costs: Sequence[Cost]) -> list[Bar]:
-    """Return what is asked of every network that was measured on a GPU with both optimizers, and what it came to."""
+    """Return the targets and measured values of every network that was measured on a GPU with both optimizers."""
     found = []
     by_model: dict[str, dict[str, Cost]] = {}
     for cost in costs:
@@ -267,7 +268,7 @@ def bars(costs: Sequence[Cost]) -> list[Bar]:
 
 @dataclass(frozen=True)
 class Measured(Cost):
-    """A cost, with the hardware, version, commit and command that gave it."""
+    """A cost, with the hardware, torch version, commit and command of its measurement."""
 
     hardware: str
     torch: str
@@ -276,7 +277,7 @@ class Measured(Cost):
 
 
 def write(costs: Sequence[Cost], path: Path, device: torch.device) -> None:
-    """Write the costs to a CSV file; those of other networks and of other hardware in it stay."""
+    """Write the costs to a CSV file. Its rows for other networks and other hardware are kept."""
     where = environment(device)
     told = {key: where[key] for key in ("torch", "commit", "command")}
     rows = [Measured(**cost.to_dict(), hardware=where["device"], **told) for cost in costs]
@@ -284,7 +285,7 @@ def write(costs: Sequence[Cost], path: Path, device: torch.device) -> None:
 
 
 def _floor_ms(model: str, workload: Workload, batch_size: int) -> float:
-    """Milliseconds that the arithmetic of forward and backward (three times the forward's) takes at PEAK_FLOPS."""
+    """Return the milliseconds that forward and backward (three times the forward's FLOPs) take at PEAK_FLOPS."""
     with torch.device("meta"):
         network: nn.Module = models.build(model, workload.classes)
         counter = FlopCounterMode(display=False)
