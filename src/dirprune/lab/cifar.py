@@ -35,9 +35,9 @@ LAYOUTS = {
 
 
 def read_cifar(name: str, root: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Reads (images, targets) of train and of test from `root`; images are uint8 (N, 3, 32, 32), targets int64 (N,)."""
+    """Read (images, targets) of train and test from `root`; images are uint8 (N, 3, 32, 32), targets int64 (N,)."""
     layout = LAYOUTS[name]
-    if root.resolve().name == layout.folder:  # the folder of the set itself
+    if root.resolve().name == layout.folder:  # the user gave the folder of the data set itself
         root = root.resolve().parent
     folder = root / layout.folder
     missing = [file for file in (*layout.train, *layout.test) if not (folder / file).is_file()]
@@ -56,7 +56,7 @@ def _read_files(folder: Path, files: tuple[str, ...], layout: Layout) -> tuple[T
 
 
 def read_records(path: Path, *, label_bytes: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Reads the records of one file; a size or a label that cannot be is refused with the file's name."""
+    """Read the records of one file; an impossible size or label raises an error that names the file."""
     content = bytearray(path.read_bytes())
     record = label_bytes + 3 * 32 * 32
     if not content or len(content) % record:
