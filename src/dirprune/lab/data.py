@@ -37,7 +37,7 @@ __all__ = [
 
 NAMES = ("digits", "cifar10", "cifar100", "imagenet", "synthetic")
 ON_DISK = ("cifar10", "cifar100", "imagenet")
-"""Those that are read from a folder."""
+"""The data sets that are read from a folder."""
 
 DIGITS_STATISTICS = Normalization((0.3056,), (0.3761,), white=16)
 """Statistics of the training part of scikit-learn's digits, whose pixels run from 0 to 16."""
@@ -45,9 +45,9 @@ DIGITS_STATISTICS = Normalization((0.3056,), (0.3761,), white=16)
 CROP_PADDING = 4
 EVALUATION_BATCH = 1000
 WHOLE = {"cifar10": 50_000, "cifar100": 50_000}
-"""Training images of the published sets."""
+"""Number of training images of the official sets."""
 SPLIT_SEED = 20_200_612
-"""Fixes what is held out, whatever the seed of the run: all runs share validation and test sets."""
+"""Decides what is held out, independently of the run's seed, so that all runs share validation and test sets."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Loaders:
 class Synthetic:
     """Uniform noise with random balanced labels, of any shape: for benchmarks.
 
-    ``test_examples`` None means a fifth of the training set's.
+    If ``test_examples`` is None, the test set is a fifth the size of the training set.
     """
 
     shape: tuple[int, int, int] = (3, 32, 32)
@@ -83,7 +83,7 @@ Examples = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class _Resident:
-    """A set held in memory, with its own constants; `padding` None means that it is not augmented."""
+    """A data set held in memory, with its normalisation; if `padding` is None, it is not augmented."""
 
     train: Examples
     test: Examples
@@ -107,19 +107,19 @@ def load(
     workers: int | None = None,
     synthetic: Synthetic | None = None,
 ) -> Loaders:
-    """Loads a data set; the batches of epoch e depend on (seed, e) alone, so two optimizers see the same ones.
+    """Load a data set. The batches of epoch e depend on (seed, e) alone, so two optimizers see the same ones.
 
     Args:
         name: one of `NAMES`.
-        batch_size: the global batch size; with several processes each yields its share of the same batches.
-        seed: of order and augmentation, not of what is held out.
-        root: where the files are; without it $DIRPRUNE_DATA, or ~/.cache/dirprune.
-        device: where batches are wanted; all sets but imagenet live there as uint8.
-        validation: the fraction of every class of train to hold out.
-        normalization: instead of the set's own mean and standard deviation.
-        augment: False makes `epoch` shuffle only.
-        rank, world_size: this process, and how many there are.
-        workers: processes that read images (imagenet); without it one a CPU, shared among the processes.
+        batch_size: the global batch size; with several processes, each yields its share of the same batches.
+        seed: seed of order and augmentation, but not of what is held out.
+        root: the folder of the files; by default $DIRPRUNE_DATA, or ~/.cache/dirprune.
+        device: the device of the batches; all sets except imagenet are stored there as uint8.
+        validation: the fraction of every class of the training set to hold out.
+        normalization: replaces the set's own mean and standard deviation.
+        augment: if False, `epoch` only shuffles.
+        rank, world_size: the index of this process, and the number of processes.
+        workers: number of processes that read images (imagenet); by default one per CPU, divided by ``world_size``.
         synthetic: shape, classes and examples of the synthetic set.
 
     >>> data = load("digits", batch_size=128, seed=0)
@@ -142,12 +142,12 @@ def load(
 
 
 def data_root(root: Path | None = None) -> Path:
-    """Where data sets are kept: `root`, else $DIRPRUNE_DATA, else ~/.cache/dirprune."""
+    """Return the folder of the data sets: `root`, else $DIRPRUNE_DATA, else ~/.cache/dirprune."""
     return Path(root or os.environ.get("DIRPRUNE_DATA") or "~/.cache/dirprune").expanduser()
 
 
 def stratified_split(targets: Tensor, fraction: float, *, seed: int = SPLIT_SEED) -> tuple[Tensor, Tensor]:
-    """Splits example numbers into (kept, held out), holding out the rounded `fraction` of every class.
+    """Split example indices into (kept, held out), holding out the rounded `fraction` of every class.
 
     >>> kept, held = stratified_split(torch.tensor([0, 0, 0, 0, 1, 1]), 0.5)
     >>> len(kept), len(held)
@@ -197,17 +197,17 @@ def _read(name: str, root: Path, synthetic: Synthetic) -> _Resident:
 
 
 def _read_digits() -> _Resident:
-    from sklearn.datasets import load_digits  # here because it takes a second
+    from sklearn.datasets import load_digits  # imported here because that takes a second
 
     bunch = load_digits()
     images, targets = torch.from_numpy(bunch.images).to(torch.uint8).unsqueeze(1), torch.from_numpy(bunch.target).long()
     train, test = stratified_split(targets, 0.2)
-    # No augmentation: at 8 × 8 a shift cuts strokes off, and a mirrored digit is another sign.
+    # No augmentation: at 8 × 8 a shift cuts off strokes, and a mirrored digit is no longer a digit.
     return _Resident((images[train], targets[train]), (images[test], targets[test]), 10, DIGITS_STATISTICS, None)
 
 
 def _make_synthetic(synthetic: Synthetic) -> _Resident:
-    """Draws the synthetic set; augmented as CIFAR is, so that a benchmark pays what a real run pays."""
+    """Draw the synthetic set. It is augmented like CIFAR, so that a benchmark has the cost of a real run."""
 
     def draw(examples: int, part: int) -> Examples:
         source = generator(SPLIT_SEED, part)
@@ -229,7 +229,7 @@ def _resident(
     validation: float,
     augment: bool,
 ) -> Loaders:
-    # What is only evaluated goes in larger batches: the numbers are the same, and a GPU is kept busier.
+    # Evaluation uses larger batches: the results are the same, and a GPU is used better.
     large = replace(batching, batch_size=max(batching.batch_size, EVALUATION_BATCH))
 
     def loader(part: Examples, padding: int | None, batching: Batching = large) -> ResidentLoader:
