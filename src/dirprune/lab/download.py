@@ -1,4 +1,4 @@
-"""Fetches the official CIFAR archives: resumable, verified file by file, unpacked safely and all at once."""
+"""Download the official CIFAR archives: resumable, verified file by file, and unpacked safely and atomically."""
 
 import gzip
 import hashlib
@@ -17,19 +17,19 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 Progress = Callable[[int, int | None], None]
-"""Called with the bytes on disk so far and the bytes in all (None where the server does not say)."""
+"""Called with the bytes on disk so far and the total (None if the server does not report it)."""
 
 BLOCK = 2**18
 TIMEOUT_S = 30.0
 
 
 class DownloadError(RuntimeError):
-    """Says in one line what went wrong and what to do."""
+    """A download failed; the message says in one line why and what to do."""
 
 
 @dataclass(frozen=True)
 class File:
-    """What an unpacked file must be."""
+    """The expected size and checksum of an unpacked file."""
 
     size: int
     sha256: str
@@ -37,7 +37,7 @@ class File:
 
 @dataclass(frozen=True)
 class Archive:
-    """A gzipped tar that unpacks to `folder`; only `files` are taken from it."""
+    """A gzipped tar that unpacks to `folder`; only `files` are extracted."""
 
     url: str
     filename: str
@@ -47,7 +47,7 @@ class Archive:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Where the set is, and whence: it was present, came from an archive placed by hand, or was downloaded."""
+    """The folder of a set and its source: already present, an archive placed by hand, or a download."""
 
     folder: Path
     source: Literal["present", "archive", "download"]
@@ -88,11 +88,11 @@ def fetch(
     progress: Progress = lambda done, total: None,
     archives: Mapping[str, Archive] = ARCHIVES,
 ) -> Fetched:
-    """Makes the data set `name` be in the folder `to`, downloading only if it must.
+    """Provide the data set `name` in the folder `to`, downloading it only if necessary.
 
-    A set that is there and has the right SHA-256 sums is left alone. An archive that lies in `to` is used. Otherwise it
-    is downloaded from `url` (by default the official address), going on from a `.part` file if there is one, and
-    deleted once unpacked. Whatever goes wrong, nothing unverified is left where a data set belongs.
+    A set that is present with the right SHA-256 sums is left alone. An archive in `to` is used. Otherwise the archive
+    is downloaded from `url` (by default the official address), continuing from a `.part` file if there is one, and
+    deleted after unpacking. If anything fails, no unverified files are left in the set's folder.
 
     Example: `fetch("cifar10", Path("data"), progress=lambda done, total: print(done, total))`
     """
@@ -119,7 +119,7 @@ def fetch(
 
 
 def faults(folder: Path, files: Mapping[str, File]) -> list[str]:
-    """What is wrong with the files of `folder`, a phrase each; empty if all are present and have the right content."""
+    """Return a phrase for each missing or wrong file of `folder`; [] if all are present with the right content."""
     found = []
     for name, file in files.items():
         path = folder / name
@@ -141,7 +141,7 @@ def _sha256(path: Path) -> str:
 
 
 def download(url: str, target: Path, *, progress: Progress) -> None:
-    """Downloads to `target` by way of `target`.part, taking up a broken connection as long as each one brings more."""
+    """Download to `target` via `target`.part; reconnect after failures as long as every connection adds bytes."""
     part = target.with_name(f"{target.name}.part")
     while True:
         before = _size(part)
@@ -163,7 +163,7 @@ def _size(path: Path) -> int:
 
 
 def _transfer(url: str, part: Path, progress: Progress) -> None:
-    """One connection: appends what is missing to `part`, or starts over with a server that cannot resume."""
+    """Make one connection: append what is missing to `part`, or start over if the server cannot resume."""
     start = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:
@@ -172,7 +172,7 @@ def _transfer(url: str, part: Path, progress: Progress) -> None:
         refusal.close()
         if refusal.code != http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             raise
-        if _content_range(refusal.headers)[1] != start:  # the file on the server is another one by now
+        if _content_range(refusal.headers)[1] != start:  # the file on the server has changed
             part.unlink()
             _transfer(url, part, progress)
         return
@@ -194,14 +194,14 @@ def _transfer(url: str, part: Path, progress: Progress) -> None:
 
 
 def _content_range(headers: Message) -> tuple[int | None, int | None]:
-    """First byte and size of the whole from `bytes 5-9/10` or `bytes */10`; None for what is not said."""
+    """Return first byte and total size from `bytes 5-9/10` or `bytes */10`; None for missing values."""
     match = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", headers.get("Content-Range", ""))
     first, total = match.groups() if match else (None, None)
     return int(first) if first else None, int(total) if total and total != "*" else None
 
 
 def unpack(packed: Path, archive: Archive, to: Path) -> None:
-    """Unpacks the expected files into to/`archive.folder`, after all of them were verified elsewhere."""
+    """Unpack the expected files to a temporary folder, verify them, and move them to to/`archive.folder`."""
     with tempfile.TemporaryDirectory(dir=to, prefix=f".{archive.folder}-") as scratch:
         fresh = Path(scratch) / archive.folder
         fresh.mkdir()
@@ -212,13 +212,13 @@ def unpack(packed: Path, archive: Archive, to: Path) -> None:
         folder = to / archive.folder
         if not folder.exists():
             fresh.rename(folder)
-        else:  # a damaged set, perhaps with files of the user's own: only the files known here are replaced
+        else:  # a damaged set, perhaps with other files of the user: replace only the expected files
             for name in archive.files:
                 (fresh / name).replace(folder / name)
 
 
 def _extract(packed: Path, archive: Archive, into: Path) -> None:
-    """Copies the expected members to into/NAME; the names written are this module's, never the archive's."""
+    """Extract the expected members to into/NAME. The file names come from this module, never from the archive."""
     expected = {PurePosixPath(archive.folder, name): name for name in archive.files}
     try:
         with tarfile.open(packed, "r:gz") as tar:
@@ -229,7 +229,7 @@ def _extract(packed: Path, archive: Archive, into: Path) -> None:
                 if path not in expected or not member.isfile():
                     continue
                 name = expected[path]
-                if member.size != archive.files[name].size:  # before writing: it might fill the disk
+                if member.size != archive.files[name].size:  # check before writing: it might fill the disk
                     raise DownloadError(f"{packed} is not the official archive: {name} has {member.size} bytes")
                 stream = tar.extractfile(member)
                 assert stream is not None, "a regular file has content"
