@@ -1,4 +1,4 @@
-"""Small files that are there whole or not at all, and folders that one job at a time writes to."""
+"""Small files that are written atomically, and folders that only one job at a time writes to."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LOCK = ".lock"
 
 
 class InUse(RuntimeError):
-    """A folder is written by one job at a time."""
+    """Another job is working in the folder."""
 
 
 @contextmanager
 def locked(folder: Path, doing: str = "written", *, wait: bool = False) -> Iterator[None]:
-    """Hold the folder: a second job that asks for it is refused. The system lets go of it when this process ends.
+    """Lock the folder; raise if another job holds it. The system releases the lock when this process ends.
 
-    ``doing`` is what the refusal says of the folder: "runs/a is being trained by process 7 on host". With ``wait``, for
-    what takes no time, a second job is not refused but waits.
+    ``doing`` completes the error message: "runs/a is being trained by process 7 on host". With ``wait``, for quick
+    work, wait for the lock instead of raising.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:
@@ -40,14 +40,14 @@ def locked(folder: Path, doing: str = "written", *, wait: bool = False) -> Itera
             number = re.search(r"\d+", holder)
             remedy = f", or stop it with `kill {number[0]}`" if number else ""
             raise InUse(f"{folder} is being {doing} by {holder}; wait for it{remedy}") from None
-        with suppress(OSError):  # a full disk: who is refused then is not told by whom
+        with suppress(OSError):  # on a full disk, the error of a second job does not name the holder
             file.truncate(0)
             os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
         yield
 
 
 def read_json(path: Path, kind: type[T], remedy: str) -> T:
-    """Return what a JSON file holds, a dict or a list; anything else is an error that names the file."""
+    """Return the content of a JSON file, a dict or a list; anything else raises an error that names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -58,19 +58,19 @@ def read_json(path: Path, kind: type[T], remedy: str) -> T:
 
 
 def taken(folder: Path, first: str) -> bool:
-    """Tell whether anything is at the path besides what was left of a stop while the first file was written."""
+    """Return whether anything exists at the path, except a leftover from an interrupted write of the ``first`` file."""
     if not folder.is_dir():
         return folder.exists()
     return any(path != _temporary(folder / first) for path in folder.iterdir())
 
 
 def _temporary(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.tmp{path.suffix}")  # whose suffix may tell the format
+    return path.with_name(f"{path.stem}.tmp{path.suffix}")  # keep the suffix: it may decide the format
 
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Let errors name this path: one of writing to an open file names none."""
+    """Add this path to errors, because an error in writing to an open file names no path."""
     try:
         yield
     except OSError as error:
@@ -79,19 +79,19 @@ def named(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write to, and put what was written in the place of a file; if that fails, the old one stays."""
+    """Yield a temporary path to write to, then rename it to ``path``; if anything fails, the old file stays."""
     temporary = _temporary(path)
     try:
         with named(path):
             yield temporary
             temporary.replace(path)
     finally:
-        with suppress(OSError):  # a read-only disk
+        with suppress(OSError):  # e.g. on a read-only disk
             temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by this text; whatever goes wrong, the old one stays and no part of the new one does.
+    """Write the text to a file atomically; if anything fails, the old file stays and no partial one is left.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -104,12 +104,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace a file by this content as JSON."""
+    """Write the content to a file as JSON, atomically."""
     write_text(path, to_json(content, indent=1) + "\n")
 
 
 def to_json(content: Any, indent: int | None = None) -> str:
-    """Return the content as JSON, which knows neither nan nor infinity: they are null.
+    """Return the content as JSON. NaN and infinities, which JSON lacks, become null.
 
     >>> to_json({"a": [1.5, float("nan")]})
     '{"a": [1.5, null]}'
@@ -118,7 +118,7 @@ def to_json(content: Any, indent: int | None = None) -> str:
 
 
 def as_read(content: Any) -> Any:
-    """Return the content as it comes back from a JSON file: what was read before can be compared with that.
+    """Return the content as it would be read back from a JSON file, for comparison with such content.
 
     >>> as_read({"keep": (1, 2)})
     {'keep': [1, 2]}
@@ -127,7 +127,7 @@ def as_read(content: Any) -> Any:
 
 
 def finite(content: Any) -> Any:
-    """Return nested values with lists for tuples and None for numbers that JSON has no name for."""
+    """Return nested values with tuples replaced by lists, and NaN and infinities by None."""
     if isinstance(content, float):
         return content if math.isfinite(content) else None
     if isinstance(content, Mapping):
