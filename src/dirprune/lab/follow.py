@@ -1,4 +1,4 @@
-"""Training before the user's eyes: progress, Ctrl-C, event files, and what to do next."""
+"""Train runs with a progress display: handle Ctrl-C, write event files, and say what to do next."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dirprune.lab.runs import Run, load
 from dirprune.lab.train import EpochRecord
 
 TICKS = 16
-"""How often an epoch moves the bar; a power of two, so that the parts of an epoch add up to exactly one."""
+"""Updates of the bar per epoch; a power of two, so that the parts of an epoch add up to exactly one."""
 
 
 def follow(
@@ -36,17 +36,17 @@ def follow(
     title: str = "",
     quiet: bool = False,
 ) -> None:
-    """Train a run to its end, to Ctrl-C or to the end of the time, showing how it goes.
+    """Train a run with a progress bar, until it ends, Ctrl-C is pressed or the time is up.
 
     Args:
-        run: the run, or what makes it (in the first process alone).
+        run: the run, or a function that creates it (called in the first process only).
         device: "cpu", "cuda" or "auto".
         root: where the data are.
         save_every: epochs between checkpoints.
         tensorboard: also write event files into the run.
-        minutes: after which to save and stop.
-        title: what the bar is called; the recipe's name if empty.
-        quiet: nothing but the bar.
+        minutes: save and stop after this many minutes.
+        title: the title of the bar; the recipe's name if empty.
+        quiet: show nothing but the bar.
     """
     interruption = Interruption(minutes)
     with joined(device_of(device)) as (process, where):
@@ -55,11 +55,11 @@ def follow(
         try:
             _train(found, process, where, root, save_every, tensorboard and first, interruption, title, quiet)
             stopped = first and not _conclude(found, quiet, is_new, process)
-            if stopped and (interruption.asked or not interruption.late):  # or another process was asked
+            if stopped and (interruption.asked or not interruption.late):  # or another process got the signal
                 raise typer.Exit(INTERRUPTED)
         finally:
             if first and is_new and not found.begun:
-                found.discard()  # the same command shall work once its cause is mended
+                found.discard()  # so that the same command works once the cause is fixed
 
 
 def _train(
@@ -93,7 +93,7 @@ def _train(
 
 
 class SeriesStep(Protocol):
-    """Where a series of runs is: run ``number``, from 1, after so many epochs, and whether that run has ended."""
+    """Progress of a series: run ``number``, counted from 1, after ``epoch`` epochs, and whether it has ended."""
 
     @property
     def number(self) -> int: ...
@@ -116,14 +116,14 @@ def follow_series(
     *,
     ended: Callable[[Taken], None],
 ) -> None:
-    """Train a series of runs to its end, to Ctrl-C or to the end of the time, showing how it goes.
+    """Train a series of runs with a progress bar, until it ends, Ctrl-C is pressed or the time is up.
 
     Args:
-        steps: what `dirprune.lab.series` or `dirprune.lab.compare` yield.
-        titles: what the bar is called, for each run.
-        epochs: how long each run is.
-        interruption: what stops it, and is asked by ``steps`` too.
-        ended: told of every run that has ended.
+        steps: the steps from `dirprune.lab.series` or `dirprune.lab.compare`.
+        titles: the title of the bar for each run.
+        epochs: the number of epochs of each run.
+        interruption: tells when to stop; ``steps`` must use the same one.
+        ended: called for every run that has ended.
     """
     count = number = epoch = 0
     with (
@@ -147,7 +147,7 @@ def follow_series(
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device called ``name``, "auto" being the GPU if there is one."""
+    """Return the device called ``name``; "auto" is the GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -163,7 +163,7 @@ def device_of(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class _Watched:
-    """A loader whose batches move a bar; otherwise as it was."""
+    """A loader whose training batches advance a progress bar."""
 
     loader: Loader
     advance: Callable[..., None]
@@ -194,7 +194,7 @@ class _Watched:
 
 @contextmanager
 def _bar(run: Run, title: str, show: bool) -> Iterator[Callable[..., None]]:
-    """Show a bar of the run's epochs, if this is the process that shows one; gives its ``advance``."""
+    """Show a bar of the run's epochs if ``show``, and yield its ``advance``."""
     if not show:
         yield lambda *_, **__: None
         return
@@ -213,7 +213,7 @@ def _board(run: Run, wanted: bool) -> Iterator[Callable[[EpochRecord], None]]:
 
     folder = run.folder / "tensorboard"
     with named(folder):
-        writer: Any = SummaryWriter(str(folder), purge_step=1)  # what earlier sessions wrote is replaced
+        writer: Any = SummaryWriter(str(folder), purge_step=1)  # replaces the events of earlier sessions
 
     def log(record: EpochRecord) -> None:
         with named(folder):
@@ -223,7 +223,7 @@ def _board(run: Run, wanted: bool) -> Iterator[Callable[[EpochRecord], None]]:
             writer.flush()
 
     try:
-        for record in run.records():  # of an epoch that was saved, a killed session may have written no event
+        for record in run.records():  # a killed session may lack the events of epochs that it saved
             if record.epoch <= run.saved:
                 log(record)
         yield log
@@ -232,7 +232,7 @@ def _board(run: Run, wanted: bool) -> Iterator[Callable[[EpochRecord], None]]:
 
 
 def _shared(run: Run | Callable[[], Run], process: Process) -> Run:
-    """Make the run in the first process, and open it in the others."""
+    """Create the run in the first process, and open it in the others."""
     if isinstance(run, Run):
         return run
     made: Run | None = None
@@ -240,23 +240,23 @@ def _shared(run: Run | Callable[[], Run], process: Process) -> Run:
         made = run() if process.is_first else None
     finally:
         folder = process.tell(str(made.folder) if made else "")
-    if not folder:  # the first process says why
+    if not folder:  # the first process reports the error
         raise typer.Exit(1)
     return made or load(Path(folder))
 
 
 def _launcher(process: Process) -> tuple[str, str]:
-    """Return how to go on with as many processes, and what the command for it begins with."""
+    """Return the words that introduce the command to continue with as many processes, and how that command begins."""
     if process.world_size == 1:
         return "Continue with", "dirprune"
     here = int(os.environ.get("LOCAL_WORLD_SIZE", process.world_size))
-    if here < process.world_size:  # which node this is, and how they meet, is for the user to say
+    if here < process.world_size:  # only the user knows the options that connect the nodes
         return "Continue on every node, with torchrun's options as before", "torchrun … -m dirprune"
     return "Continue with", f"torchrun --nproc-per-node {here} -m dirprune"
 
 
 def _conclude(run: Run, quiet: bool, is_new: bool, process: Process) -> bool:
-    """Say where the run is, and what to do next; return whether it has ended."""
+    """Print the state of the run and what to do next; return whether it has ended."""
     if is_new and not run.begun:
         say("Stopped before the end of the first epoch; nothing is kept.")
         return False
