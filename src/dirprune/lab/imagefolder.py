@@ -1,4 +1,4 @@
-"""ImageNet as a folder: train/ and val/ of class folders of JPEGs, read with Pillow in worker processes."""
+"""ImageNet as a folder: train/ and val/ with a folder of JPEGs per class, read with Pillow in worker processes."""
 
 import math
 import os
@@ -24,28 +24,28 @@ RATIO = (3 / 4, 4 / 3)
 SUFFIXES = (".jpeg", ".jpg", ".png")
 
 Box = tuple[float, float, float, float]
-"""Left, upper, right, lower, in pixels of the stored image."""
+"""(left, upper, right, lower) in pixels of the stored image."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """Paths and their classes; `classes` are the folder names in sorted order, a target is a position there."""
+    """Image paths and targets. `classes` are the sorted folder names, and a target is an index into them."""
 
     paths: tuple[str, ...]
     targets: Tensor
     classes: tuple[str, ...]
 
     def take(self, indices: Tensor) -> "Images":
-        """The chosen images, in the order of `indices`."""
+        """Return the images at `indices`, in that order."""
         return Images(tuple(self.paths[i] for i in indices.tolist()), self.targets[indices], self.classes)
 
     def mixed(self) -> "Images":
-        """The same images in a fixed random order: statistics of a batch of one class are not those of the set."""
+        """Return the images in a fixed random order, because BatchNorm statistics need batches of mixed classes."""
         return self.take(torch.randperm(len(self.paths), generator=generator(0)))
 
 
 def find_images(folder: Path) -> Images:
-    """Lists folder/CLASS/IMAGE, classes and images in sorted order."""
+    """List folder/CLASS/IMAGE, with classes and images in sorted order."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"imagenet: there is no folder {folder}; give --data the folder that contains train/ and val/"
@@ -65,7 +65,7 @@ def find_images(folder: Path) -> Images:
 
 
 def find_imagenet(root: Path) -> tuple[Images, Images]:
-    """The images of train and of val under `root`, or under root/imagenet where that exists."""
+    """Return the images of train/ and val/ under `root`, or under root/imagenet if that exists."""
     root = root / "imagenet" if (root / "imagenet").is_dir() else root
     train, test = find_images(root / "train"), find_images(root / "val")
     differing = sorted(set(train.classes) ^ set(test.classes))
@@ -78,9 +78,9 @@ def find_imagenet(root: Path) -> tuple[Images, Images]:
 
 
 def random_box(size: tuple[int, int], chance: random.Random) -> Box:
-    """RandomResizedCrop: a box of 8–100 % of the area and of aspect 3/4–4/3 (log-uniform), uniformly placed.
+    """Draw the box of a RandomResizedCrop: 8–100 % of the area, aspect 3/4–4/3 (log-uniform), uniformly placed.
 
-    Boxes that do not fit are drawn again; after ten the greatest central box of an allowed aspect is taken.
+    Boxes that do not fit are drawn again; after ten attempts the largest central box of an allowed aspect is used.
     """
     width, height = size
     for _ in range(10):
@@ -96,7 +96,7 @@ def random_box(size: tuple[int, int], chance: random.Random) -> Box:
 
 
 def centre_box(size: tuple[int, int]) -> Box:
-    """The part of the stored image that survives "shorter side to 256, then the central 224 × 224"."""
+    """Return the part of the stored image that is left after "resize the shorter side to 256, crop 224 × 224"."""
     width, height = size
     resized = [RESIZED * side // min(size) for side in size]
     left, upper = (round((side - SIZE) / 2) for side in resized)
@@ -105,10 +105,10 @@ def centre_box(size: tuple[int, int]) -> Box:
 
 
 def crop_resize(image: Image.Image, box: Box) -> Image.Image:
-    """The box of a freshly opened image as 224 × 224 RGB.
+    """Return the box of a freshly opened image as 224 × 224 RGB.
 
-    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the box stays at least 224 wide and high: most of the cost of
-    reading a large photograph is detail that the resize would average away.
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the box stays at least 224 wide and high: most of the time to
+    decode a large photograph goes into detail that the resize would average away.
     """
     width, height = image.size
     left, upper, right, lower = box
@@ -122,32 +122,32 @@ def crop_resize(image: Image.Image, box: Box) -> Image.Image:
 
 
 def read_image(path: str, chance: random.Random | None) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Reads one image as uint8 (224, 224, 3): a random crop and flip by `chance`, or without it the central crop."""
+    """Read an image as uint8 (224, 224, 3): a random crop and flip drawn from `chance`, or the central crop if None."""
     try:
         with Image.open(path) as image:
             box = random_box(image.size, chance) if chance else centre_box(image.size)
             pixels = np.asarray(crop_resize(image, box))
-    except Exception as error:  # decoders raise all kinds; whichever it was, the reader needs to know the file
+    except Exception as error:  # decoders raise many types, and the user needs to know the file
         raise ValueError(f"{path}: not a readable image ({error}); replace or remove it") from error
     return pixels[:, ::-1] if chance and chance.random() < 0.5 else pixels
 
 
 @dataclass(frozen=True)
 class Request:
-    """One batch asked of a worker; without a key the images are read plainly."""
+    """A batch for a worker to read; without a key the images are not augmented."""
 
     indices: list[int]
     key: str | None
 
 
 def _deaf(worker: int) -> None:
-    """Let a reader ignore SIGTERM: who trains decides when the reading ends, and closes the readers then."""
+    """Make a worker ignore SIGTERM; the training process decides when to stop, and then closes its workers."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @contextmanager
 def _sigterm_waits() -> Iterator[None]:
-    """Let this thread hear SIGTERM afterwards only."""
+    """Delay SIGTERM for this thread until the end of the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -157,9 +157,9 @@ def _sigterm_waits() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Reader(Dataset[Batch | str]):
-    """What a worker holds: a request in, uint8 (N, 3, 224, 224) and targets out, or what is wrong with an image.
+    """The data set in a worker: maps a request to uint8 (N, 3, 224, 224) and targets, or to an error message.
 
-    The error is handed over rather than raised, since it would arrive buried in the traceback of another process.
+    The error is returned rather than raised, because it would arrive buried in the traceback of another process.
     """
 
     images: Images
@@ -173,7 +173,7 @@ class _Reader(Dataset[Batch | str]):
     def _read(self, request: Request) -> Batch:
         pixels = np.empty((len(request.indices), 3, SIZE, SIZE), dtype=np.uint8)
         for row, index in enumerate(request.indices):
-            # An example's own generator: the result depends neither on the worker nor on the example's neighbours.
+            # One generator per example, so that the result depends on neither the worker nor the rest of the batch.
             chance = random.Random(f"{request.key}/{index}") if request.key is not None else None
             pixels[row] = read_image(self.images.paths[index], chance).transpose(2, 0, 1)
         return torch.from_numpy(pixels), self.images.targets[request.indices]
@@ -181,9 +181,9 @@ class _Reader(Dataset[Batch | str]):
 
 @dataclass(frozen=True, eq=False)
 class ImageFolderLoader:
-    """A Loader over images on disk: workers decode and crop, the device normalises.
+    """A Loader over images on disk. Workers decode and crop; the device normalises.
 
-    `workers=0` reads in this process. Workers are started anew for each pass, so that passes may overlap.
+    With `workers=0` this process reads. Every pass starts its own workers, so that passes may overlap.
     """
 
     images: Images
@@ -215,15 +215,15 @@ class ImageFolderLoader:
         requests = [Request(share.tolist(), key) for share in self.batching.shares(order)]
         loader: DataLoader[Batch | str] = DataLoader(
             _Reader(self.images),
-            batch_size=None,  # a request is a whole batch already
+            batch_size=None,  # a request is already a batch
             sampler=requests,
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # otherwise the loader would draw from the global one
+            generator=torch.Generator(),  # the DataLoader would otherwise draw from the global generator
             worker_init_fn=_deaf,
         )
         normalise = self.normalization.on(self.device)
-        with _sigterm_waits():  # readers inherit that, and are deaf before they come to _deaf
+        with _sigterm_waits():  # workers inherit the mask, which protects them until they run _deaf
             answers = iter(loader)
         for answer in answers:
             if isinstance(answer, str):
