@@ -1,8 +1,8 @@
 """Weights in bfloat16 while gRDA trains: the accumulator is the float32 copy that mixed precision needs.
 
 Under autocast a convolution reads float32 weights, rounds them, and returns a rounded gradient that is widened again.
-With weights that are stored rounded the numbers are the same, bit for bit, and all of that traffic is saved. (Compiled
-code rounds less often than it says, a cast there and back being left out; there they are the same but for that.)
+If the weights are stored rounded, the numbers are the same, bit for bit, and all of that memory traffic is saved.
+(Compiled code may skip a cast to bfloat16 and back, and so round less often; up to that the numbers are the same.)
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dirprune.update import soft_threshold
 class Lean:
     """A context in which the convolutional and linear weights of a model under gRDA are bfloat16.
 
-    Inside they have the same memory every time, which a recorded step may read. Outside they are the float32 weights
-    that gRDA without it would have. Weight decay reads the weights, which rounding would change: groups with it stay as
-    they are.
+    Inside, they have the same memory every time, so that a recorded step can read it. Outside, they are the float32
+    weights that gRDA would have without it. Groups with weight decay stay in float32, because weight decay reads the
+    weights and rounding would change it.
 
     >>> model = nn.Linear(4, 2)
     >>> with Lean(model, GRDA(model.parameters(), lr=0.1)):
@@ -58,6 +58,6 @@ class Lean:
 
 
 def lowered(model: nn.Module, optimizer: Optimizer, execution: Execution) -> AbstractContextManager[None]:
-    """Return the context to train in: `Lean` where the execution asks for it and the optimizer is gRDA."""
+    """Return the context to train in: `Lean` if the execution asks for it and the optimizer is gRDA."""
     wanted = execution.lean and execution.precision == "bfloat16"
     return Lean(model, optimizer) if wanted and isinstance(optimizer, GRDA) else nullcontext()
