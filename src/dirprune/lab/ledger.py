@@ -1,7 +1,7 @@
-"""The ledger: what has been run so far, as two tidy files that every new run extends.
+"""The ledger: all runs so far, in two tidy files to which new runs are added.
 
-ledger.csv          one row a run: its recipe, where it departs from it, how far it came, what it ran on
-trajectories.csv    one row an epoch; ``run`` names its row of the ledger
+ledger.csv          one row per run: its recipe, departures from it, finished epochs, hardware and versions
+trajectories.csv    one row per epoch; ``run`` names its row of the ledger
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from dirprune.lab.tables import read_rows, write_rows
 from dirprune.lab.train import EpochRecord
 
 CHOICES = {"name", "optimizer", "c", "mu", "seed"} | FREE_TO_CHANGE
-"""What a run may choose and still follow its recipe: the axes of the published tables, and what is free anyway."""
+"""Fields in which a run may differ and still follow its recipe: the axes of the published tables, and free fields."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """A row of the ledger; c and μ are empty for SGD, ``departs`` for a run that follows its recipe.
 
-    ``epochs`` is the configured length, on which the schedule depends; ``complete`` is "yes", "no" or "diverged". What
-    differs between the sessions of a run is joined by semicolons; ``command`` and ``started`` are the first one's.
+    ``epochs`` is the configured length, on which the schedule depends. ``complete`` is "yes", "no" or "diverged".
+    Values that differ between the sessions of a run are joined by semicolons; ``command`` and ``started`` are those of
+    the first session.
     """
 
     run: str
@@ -49,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Origin:
-    """What tells the epochs of one run from those of another."""
+    """The columns that identify the run of an epoch."""
 
     run: str
     dataset: str
@@ -62,19 +63,19 @@ class Origin:
 
 @dataclass(frozen=True)
 class Epoch(EpochRecord, Origin):
-    """A row of the trajectories: an epoch record after its origin, with six significant digits."""
+    """A row of trajectories.csv: the origin, then the epoch record with six significant digits."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A run as the ledger knows it."""
+    """A run in the ledger, with its epochs."""
 
     entry: Entry
     epochs: tuple[Epoch, ...]
 
 
 def departures(recipe: Recipe, free: Container[str] = CHOICES) -> str:
-    """Return where a configuration departs from the recipe it is named after; "" if nowhere but in what is ``free``.
+    """Return where a recipe departs from the registered one of its name, except in fields that are ``free``.
 
     >>> from dataclasses import replace
     >>> departures(replace(recipes.get("vgg16-cifar10"), mu=0.7, seed=3))
@@ -87,10 +88,10 @@ def departures(recipe: Recipe, free: Container[str] = CHOICES) -> str:
 
 
 def collect(folders: Iterable[Path], results: Path) -> list[str]:
-    """Add run directories to the ledger in ``results``, and return the names of the runs it took.
+    """Add run directories to the ledger in ``results``, and return the names of the runs that were added or replaced.
 
-    A run is known by its recipe, optimizer, c, μ, seed and departures. Collected again it replaces its rows, unless the
-    ledger already holds more epochs of it: so collecting twice changes nothing, and a resumed run grows.
+    A run is identified by its recipe, optimizer, c, μ, seed and departures. If it is collected again, it replaces its
+    rows, unless the ledger already holds more epochs of it. Collecting twice therefore changes nothing.
     """
     every = [_trajectory(runs.load(folder)) for folder in folders]
     with locked(results, wait=True):  # another job may collect at the same time
@@ -101,7 +102,7 @@ def collect(folders: Iterable[Path], results: Path) -> list[str]:
             if name not in known or len(found.epochs) >= len(known[name].epochs):
                 known[name] = found
                 taken.append(name)
-        # The epochs first: a run that is in the ledger without them would count as trained, and not be collected again.
+        # Epochs first: after a crash in between, a ledger entry without epochs would count as a trained run.
         epochs = [epoch for trajectory in known.values() for epoch in trajectory.epochs]
         write_rows(results / "trajectories.csv", Epoch, epochs)
         write_rows(results / "ledger.csv", Entry, [trajectory.entry for trajectory in known.values()])
@@ -109,7 +110,7 @@ def collect(folders: Iterable[Path], results: Path) -> list[str]:
 
 
 def read(results: Path) -> list[Trajectory]:
-    """Return all runs of the ledger; none where there is no ledger yet."""
+    """Return all runs of the ledger; [] if there is no ledger yet."""
     epochs: dict[str, list[Epoch]] = {}
     for epoch in read_rows(results / "trajectories.csv", Epoch):
         epochs.setdefault(epoch.run, []).append(epoch)
@@ -117,7 +118,7 @@ def read(results: Path) -> list[Trajectory]:
 
 
 def _trajectory(run: runs.Run) -> Trajectory:
-    """Return a run directory as the ledger will know it."""
+    """Return the ledger entry and the epochs of a run directory."""
     recipe, records = run.recipe, run.records()
     grda = recipe.optimizer == "grda"
     c, mu = (f"{recipe.c:g}", f"{recipe.mu:g}") if grda else ("", "")
@@ -142,7 +143,7 @@ def _trajectory(run: runs.Run) -> Trajectory:
 
 
 def _part_of_the_data(run: runs.Run) -> str:
-    """Return "examples=20" for a run on a part of its set, which is then another run; older ones noted no number."""
+    """Return "examples=20" for a run on part of its data set. Old runs did not record the number, and give ""."""
     whole = WHOLE.get(run.recipe.data)
     seen = {session["examples"] for session in run.sessions() if "examples" in session}
     if whole is None or run.recipe.validation or seen <= {whole}:
@@ -151,7 +152,7 @@ def _part_of_the_data(run: runs.Run) -> str:
 
 
 def _ended(run: runs.Run, epochs: int) -> str:
-    """Return "yes" for a run of full length, "diverged" for one that will never have it, "no" for one that may."""
+    """Return "yes" for a run of full length, "diverged" for one that diverged, "no" for one that is unfinished."""
     if epochs == run.recipe.epochs:
         return "yes"
     outcome = run.outcome()
@@ -165,7 +166,7 @@ def _rounded(record: EpochRecord) -> dict[str, Any]:
 
 
 def _circumstances(run: runs.Run) -> dict[str, str]:
-    """Return on what, from which source and by which command a run was made."""
+    """Return hardware, torch version, commit, command and start of a run."""
     first = next(iter(run.sessions()), {})
     return {
         "hardware": run.noted("device"),
