@@ -1,4 +1,4 @@
-"""What every data set gives: the loader protocol, and the rules of order and normalisation that all loaders share."""
+"""The loader protocol, and the rules for order and normalisation that all loaders share."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -13,31 +13,31 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Loader(Protocol):
-    """Batches of one set of examples; every pass holds every example exactly once, the last batch may be short."""
+    """Batches of one set of examples. Every pass contains every example exactly once; the last batch may be short."""
 
     @property
     def examples(self) -> int:
-        """Examples in one pass, over all processes together."""
+        """Number of examples in one pass, over all processes."""
 
     @property
     def batch_size(self) -> int:
-        """Global batch size, over all processes together."""
+        """Global batch size, over all processes."""
 
     def __len__(self) -> int:
-        """Batches in one pass."""
+        """Return the number of batches in one pass."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """The plain pass: fixed order, no augmentation."""
+        """Iterate over the plain pass: fixed order, no augmentation."""
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """The training pass: shuffled and augmented, a pure function of (seed, epoch)."""
+        """Iterate over the training pass: shuffled and augmented, a pure function of (seed, epoch)."""
 
 
 @dataclass(frozen=True)
 class Batching:
-    """Which example falls into which batch, and which part of each batch belongs to this process.
+    """Assigns examples to batches, and parts of each batch to processes.
 
-    The global batches do not depend on `world_size`: process `rank` takes `batch[rank::world_size]`, perhaps nothing.
+    The global batches do not depend on `world_size`: process `rank` takes `batch[rank::world_size]`, perhaps empty.
 
     >>> batching = Batching(batch_size=4, seed=0, rank=1, world_size=2)
     >>> [share.tolist() for share in batching.shares(torch.arange(9))]
@@ -56,31 +56,31 @@ class Batching:
             raise ValueError(f"rank={self.rank}, world_size={self.world_size}: rank must lie in 0 ... world_size - 1")
 
     def batches(self, examples: int) -> int:
-        """Batches in one pass over `examples` examples."""
+        """Return the number of batches in one pass over `examples` examples."""
         return -(-examples // self.batch_size)
 
     def shares(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """This process's rows of every global batch of consecutive rows."""
+        """Return this process's rows of every global batch of consecutive rows."""
         return torch.split(self.own(rows), self.sizes(len(rows)))
 
     def own(self, rows: Tensor) -> Tensor:
-        """This process's rows of all global batches, one after the other."""
+        """Return this process's rows of all global batches, concatenated."""
         if self.world_size == 1:
             return rows
         return rows[torch.arange(len(rows)) % self.batch_size % self.world_size == self.rank]
 
     def sizes(self, examples: int) -> list[int]:
-        """How many rows of every global batch are this process's."""
+        """Return how many rows of every global batch belong to this process."""
         starts = range(0, examples, self.batch_size)
         return [len(range(self.rank, min(self.batch_size, examples - start), self.world_size)) for start in starts]
 
     def generator(self, epoch: int) -> torch.Generator:
-        """The source of all of an epoch's randomness; on the CPU, so that every device sees the same order."""
+        """Return the generator of an epoch's random numbers; on the CPU, so that all devices see the same order."""
         return generator(self.seed, epoch)
 
 
 def generator(*key: int) -> torch.Generator:
-    """A CPU generator that depends on all of `key`; hashed, so that neighbouring keys share no stream."""
+    """Return a CPU generator seeded by a hash of `key`, so that neighbouring keys give unrelated streams."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
 
@@ -89,7 +89,7 @@ def generator(*key: int) -> torch.Generator:
 class Normalization:
     """x = (pixel / white − mean) / std, channel by channel.
 
-    `white` is the greatest pixel value, so that `mean` and `std` are stated on the scale 0 ... 1.
+    `white` is the largest pixel value; `mean` and `std` are given on the scale 0 ... 1.
 
     >>> Normalization(mean=(0.5,), std=(0.25,)).on("cpu")(torch.tensor([[[0, 255]]], dtype=torch.uint8))
     tensor([[[-2.,  2.]]])
@@ -106,7 +106,7 @@ class Normalization:
             raise ValueError(f"std={self.std}: every channel needs a positive standard deviation")
 
     def on(self, device: torch.device | str) -> Callable[[Tensor], Tensor]:
-        """The map from uint8 (..., C, H, W) to float32; its constants are moved once, so that calls never wait."""
+        """Return the map from uint8 (..., C, H, W) to float32. Its constants are moved once, so calls never wait."""
         mean, std = (
             (torch.tensor(values, dtype=torch.float32) * self.white).view(-1, 1, 1).to(device)
             for values in (self.mean, self.std)
@@ -121,4 +121,4 @@ CIFAR_STATISTICS = Normalization((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.20
 """The statistics of the published WRN28x10 runs, CIFAR-10 and CIFAR-100."""
 
 STATISTICS = {"cifar": CIFAR_STATISTICS, "imagenet": IMAGENET_STATISTICS}
-"""By the names that recipes call them."""
+"""Normalisations by their names in recipes."""
