@@ -1,4 +1,4 @@
-"""Names that users type, and what to say of one that is not known."""
+"""The error message for unknown names that users type."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 
 def unknown(kind: str, name: str, known: Collection[str], advice: str = "") -> ValueError:
-    """Return the error for a name that is not known: the nearest that is, and all there are.
+    """Return the error for an unknown name, with the nearest known name and the list of all.
 
     >>> print(unknown("recipe", "digit", ["digits", "vgg16"]))
     there is no recipe 'digit'. Did you mean 'digits'? Known: digits, vgg16
