@@ -1,4 +1,4 @@
-"""Which of the processes that train together this one is; torch.distributed does the rest."""
+"""This process in a distributed run, as a thin layer over torch.distributed."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ class Process:
         return tensor
 
     def wait(self) -> None:
-        """Wait for all processes to come here."""
+        """Wait until all processes reach this point."""
         if self.world_size > 1:
             dist.barrier()
 
     def tell(self, text: str) -> str:
-        """Return the first process's text, in all."""
+        """Broadcast the first process's text to all processes."""
         words = [text]
         if self.world_size > 1:
             dist.broadcast_object_list(words)
         return words[0]
 
     def agree(self, flag: bool) -> bool:
-        """Return whether any process says yes."""
+        """Return whether the flag is True in any process."""
         return bool(self.sum(torch.tensor(float(flag))) > 0) if self.world_size > 1 else flag
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give every process the first one's buffers: those that are saved are those that are evaluated."""
+        """Broadcast the first process's buffers, so that all evaluate with the buffers that are saved."""
         if self.world_size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
@@ -75,9 +75,9 @@ class Process:
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[tuple[Process, torch.device]]:
-    """Join the processes that torchrun started, if it did, and leave them at the end.
+    """Join the process group if torchrun started this process, and leave it at the end.
 
-    Gives this process and the device it should use: of several GPUs its own.
+    Yields this process and the device that it should use; with several GPUs, its own.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
