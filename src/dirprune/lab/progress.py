@@ -1,4 +1,4 @@
-"""How far a long computation is, as it tells those who wait for it."""
+"""Progress reports of long computations."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """Of ``what``, ``done`` of at most ``total`` are done, counted in ``unit``; ``note`` is what else there is to say.
+    """``done`` of at most ``total`` steps of ``what`` are done, counted in ``unit``; ``note`` is additional text.
 
-    The first one of a job that goes on says what was done before.
+    The first report of a job that is continued says what was done before.
     """
 
     what: str
