@@ -1,4 +1,4 @@
-"""Sets small enough to live on the training device: shuffled, augmented and normalised there, many batches at once."""
+"""Loader for sets that fit on the training device; they are shuffled, augmented and normalised there in chunks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,20 +11,20 @@ from torch.nn.functional import pad
 from dirprune.lab.loader import Batch, Batching, Normalization
 
 CHUNK_BYTES = 64 * 2**20
-"""Inputs prepared at once, in bytes of float32: large enough to hide launch costs, small beside any network."""
+"""Bytes of float32 inputs prepared at once: enough to hide launch costs, little compared with any network."""
 
 
 def draw_crop_flip(examples: int, padding: int, generator: torch.Generator) -> Tensor:
-    """One row (top, left, flip) an example, uniform over the (2·padding + 1)² offsets and both orientations."""
+    """Return a row (top, left, flip) per example, uniform over the (2·padding + 1)² offsets and both orientations."""
     offsets = torch.randint(2 * padding + 1, (examples, 2), generator=generator)
     flips = torch.randint(2, (examples, 1), generator=generator)
     return torch.cat([offsets, flips], dim=1)
 
 
 class Crops:
-    """The random crops of a set of images: padded with black, cut out in their own size, mirrored left to right or not.
+    """Crops of a set of images: padded with black, cropped to their original size, optionally flipped horizontally.
 
-    The padded images are kept. Every possible crop is a strided view of them, so that taking some copies those only.
+    The padded images are kept. Every possible crop is a strided view of them, so only the selected crops are copied.
 
     >>> image = torch.tensor([[[[1, 2], [3, 4]]]], dtype=torch.uint8)
     >>> Crops(image, padding=1)(torch.tensor([[0, 2, 1, 1]]))
@@ -37,7 +37,7 @@ class Crops:
         self._windows = pad(images, [padding] * 4).unfold(2, height, 1).unfold(3, width, 1)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the crops that the rows (example, top, left, flip) ask for."""
+        """Return the crops given by rows (example, top, left, flip)."""
         example, top, left, flip = rows.unbind(dim=1)
         crops = self._windows[example, :, top, left]
         return torch.where(flip.bool().view(-1, 1, 1, 1), crops.flip(-1), crops)
@@ -45,9 +45,10 @@ class Crops:
 
 @dataclass(frozen=True, eq=False)
 class ResidentLoader:
-    """A Loader over uint8 images (N, C, H, W) and int64 targets (N,) that already lie on the device.
+    """A Loader over uint8 images (N, C, H, W) and int64 targets (N,) that are already on the device.
 
-    `padding=None` leaves the training pass unaugmented; a number asks for a random crop with that padding and a flip.
+    With `padding=None` the training pass is not augmented; with a number it has random crops with that padding, and
+    random flips.
 
     >>> images = torch.zeros(5, 1, 8, 8, dtype=torch.uint8)
     >>> batching, grey = Batching(batch_size=2, seed=0), Normalization((0.5,), (0.5,))
@@ -81,7 +82,7 @@ class ResidentLoader:
         plan = self._plans.pop(epoch, None)
         yield from self._batches(self._plan(epoch) if plan is None else plan)
         self._plans.clear()
-        self._plans[epoch + 1] = self._plan(epoch + 1)  # most likely the next one, and the device is still busy
+        self._plans[epoch + 1] = self._plan(epoch + 1)  # most likely needed next, and the device is still busy
 
     def _plan(self, epoch: int) -> Tensor:
         generator = self.batching.generator(epoch)
@@ -95,9 +96,9 @@ class ResidentLoader:
         return Crops(self.images, self.padding or 0)
 
     def _batches(self, plan: Tensor) -> Iterator[Batch]:
-        """Carries out a plan: rows (example, top, left, flip), or (example,) alone, in the order of the pass.
+        """Yield the batches of a plan: rows (example, top, left, flip), or (example,) alone, in the order of the pass.
 
-        A batch is a slice of a chunk prepared beforehand: it costs no launch, and the host never waits for the device.
+        A batch is a slice of a chunk prepared beforehand. It costs no launch, and the host never waits for the device.
         """
         sizes = self.batching.sizes(len(plan))
         plan = self.batching.own(plan).to(self.images.device)
