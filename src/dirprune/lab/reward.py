@@ -1,4 +1,4 @@
-"""What a method that searches (AMC) is rewarded by: the loss on data that no step is taken on."""
+"""The reward for methods that search (AMC): the loss on data that are not trained on."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dirprune.lab.processes import Process
 from dirprune.lab.train import evaluate
 
 EXAMPLES = 2000
-"""Training images that a network is rewarded on where none are held out."""
+"""Number of training images on which the reward is measured if none are held out."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A few batches as a Loader: every pass is the same."""
+    """A Loader over a few given batches; all passes are the same."""
 
     batches: tuple[Batch, ...]
     examples: int
@@ -40,9 +40,9 @@ class Sample:
 class Reward:
     """Minus the mean loss of a model, in eval mode.
 
-    It is measured on the held-out data. Where there are none, as in a comparison in which all methods train on the same
-    images, it is measured on the first `EXAMPLES` images of epoch 0, which is never trained on: those images the
-    network knows, but not as they are cropped and mirrored there. The test set plays no part.
+    It is measured on the held-out data. If there are none, as in a comparison in which all methods train on the same
+    images, it is measured on the first `EXAMPLES` images of epoch 0, which is never trained on: the network has seen
+    these images, but not with these crops and flips. The test set is not used.
 
     >>> from dirprune.lab import data, models
     >>> reward = Reward(data.load("digits", batch_size=100, seed=0))
@@ -60,7 +60,7 @@ class Reward:
 
     @cached_property
     def images(self) -> Loader:
-        """What the reward is measured on; made when it is first asked for."""
+        """The data on which the reward is measured, created at first use."""
         if self.loaders.validation is not None:
             return self.loaders.validation
         train = self.loaders.train
