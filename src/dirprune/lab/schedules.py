@@ -1,4 +1,4 @@
-"""Learning rates over training."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KINDS = ("constant", "drop", "constant-linear-constant", "cosine")
 
 @dataclass(frozen=True)
 class Schedule:
-    """The factor on the base learning rate as a function of the epoch (1-based) and, for "cosine", the place in it.
+    """The factor on the base learning rate as a function of the epoch (1-based) and, for "cosine", the step within it.
 
     - "constant": 1.
     - "drop": ÷10 after each epoch of ``after``, or after every ``every`` epochs.
