@@ -1,4 +1,4 @@
-"""Runs one after the other, each from where it stands: what `dirprune compare` and `dirprune reproduce` train by."""
+"""Train runs one after the other, each from its current epoch, for `dirprune compare` and `dirprune reproduce`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dirprune.lab.runs import Run
 
 @dataclass(frozen=True)
 class Planned:
-    """A run that a series consists of, whether or not its folder is there yet."""
+    """A run of a series, whether or not its folder exists yet."""
 
     folder: Path
     recipe: Recipe
@@ -25,7 +25,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Step:
-    """Where a series is: its run ``number``, from 1, after so many epochs; ``ended`` once that run has."""
+    """Progress of a series: run ``number``, counted from 1, after ``epoch`` epochs, and whether it has ended."""
 
     number: int
     run: Run
@@ -41,12 +41,12 @@ def series(
     root: Path | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Iterator[Step]:
-    """Train the runs that have not ended yet; one that diverges has ended too, and the series goes on.
+    """Train the runs that have not ended yet. A run that diverges counts as ended, and the series continues.
 
     Args:
-        planned: the runs; those whose folders are there go on.
+        planned: the runs; those whose folders exist are continued.
         device, root: where to train, and where the data are.
-        stopping: asked before each run and after each epoch; True saves and ends.
+        stopping: called before each run and after each epoch; if it returns True, the run is saved and this stops.
 
     Raises:
         ValueError: a folder holds another run.
@@ -64,19 +64,19 @@ def series(
                     yield Step(number, run, record.epoch, note)
             except Diverged as error:
                 yield Step(number, run, len(run.records()), str(error))
-            except (ValueError, OSError):  # as when the data are not there
+            except (ValueError, OSError):  # e.g. the data are missing
                 if not run.begun:
-                    run.discard()  # it would stand in the way of what is tried instead
+                    run.discard()  # it would block the next attempt
                 raise
             if run.outcome() is not None:
-                checkpoint.prune(run.checkpoints, keep=run.recipe.keep, last=1)  # nobody goes back from here
-        if run.outcome() is None:  # it was asked to stop
+                checkpoint.prune(run.checkpoints, keep=run.recipe.keep, last=1)  # older ones are not needed any more
+        if run.outcome() is None:  # ``stopping`` returned True
             return
         yield Step(number, run, plan.recipe.epochs, ended=True)
 
 
 def _open(plan: Planned) -> Run:
-    """Return the run that is planned, made if it is not there; one that is keeps what either asks to be kept."""
+    """Open the planned run, or create it. An existing run keeps the checkpoints that either recipe keeps."""
     if not (plan.folder / "config.json").exists():
         return runs.create(plan.folder, plan.recipe)
     run = runs.load(plan.folder)
@@ -87,10 +87,10 @@ def _open(plan: Planned) -> Run:
 
 
 def _clear(recipe: Recipe) -> None:
-    """Let go of the last run's memory and, where its compiled code cannot serve the next one, of that.
+    """Release the memory of the last run, and its compiled code if the next run cannot reuse it.
 
-    Models of one class share their compiled code, whatever masks they train under. Those of STR are of new classes each
-    time; a few of them would fill the cache, whereupon torch stops compiling.
+    Models of one class share their compiled code, whatever their masks. STR creates new classes for every run; after a
+    few of them the cache would be full, and torch would stop compiling.
     """
     gc.collect()
     if torch.cuda.is_available():
