@@ -1,4 +1,4 @@
-"""Tables of measured rows as CSV files: one frozen dataclass a table, one field a column."""
+"""Tables of measured rows as CSV files: one frozen dataclass per table, one field per column."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = "settings.json"
 
 
 def _read_bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):  # a spreadsheet writes them in capitals
+    if text.lower() not in ("true", "false"):  # spreadsheets write them in capitals
         raise ValueError("it is neither True nor False")
     return text.lower() == "true"
 
@@ -38,11 +38,11 @@ _READERS: dict[Any, Callable[[str], Any]] = {
 
 
 class OtherSettings(ValueError):
-    """A folder holds rows that were measured in another way."""
+    """A folder holds rows that were measured with other settings."""
 
 
 def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
-    """Write a table whole or not at all, so that a crash leaves the rows it had."""
+    """Write a table atomically, so that a crash leaves the old rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(kind)], lineterminator="\n")
@@ -52,9 +52,9 @@ def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
-    """Return the rows that `write_rows` wrote, exactly; none if there is no such file.
+    """Return exactly the rows that `write_rows` wrote; [] if there is no such file.
 
-    What a spreadsheet makes of the file is read as well: a mark before the first column, other ends of lines.
+    Files saved by a spreadsheet can be read too, with a byte-order mark and other line endings.
 
     >>> import tempfile
     >>> from dataclasses import dataclass
@@ -84,8 +84,8 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
 
 
 def _values(row: Mapping[Any, Any], readers: Mapping[str, Callable[[str], Any]], line: int) -> dict[str, Any]:
-    """Return the cells of a row as what they stand for."""
-    if None in row:  # under which `csv` has what is beyond the last column
+    """Return the cells of a row as Python values."""
+    if None in row:  # where `csv` puts cells beyond the last column
         raise ValueError(f"line {line} has more cells than there are columns")
     values = {}
     for name, reader in readers.items():
@@ -99,7 +99,7 @@ def _values(row: Mapping[Any, Any], readers: Mapping[str, Callable[[str], Any]],
 
 
 def merge_rows(path: Path, kind: type[Row], rows: Iterable[Row], *, key: Sequence[str], in_order: bool = False) -> None:
-    """Write rows into a table; they take the place of those that are alike in the columns ``key``, the others stay.
+    """Write rows into a table, replacing existing rows with the same values in the columns ``key``.
 
     ``in_order`` sorts the table by these columns; otherwise new rows come last.
     """
@@ -122,7 +122,7 @@ def measuring(
     table: str,
     files: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
-    """Hold a folder of rows and `settle` how they are measured; if nothing is, nothing of it stays."""
+    """Lock a folder of rows and `settle` its settings; if nothing is measured, clean up afterwards."""
     with locked(folder):
         settle(folder, settings, environment, table=table, files=files)
         try:
@@ -136,7 +136,7 @@ def measuring(
 
 
 def _holds_more(folder: Path) -> bool:
-    """Whether anything was measured: rows, or products that were kept. Settings without that bind nobody."""
+    """Return whether anything was measured: rows or saved products. Otherwise the settings do not matter."""
     return any(entry.name not in (SETTINGS, LOCK) for entry in folder.iterdir())
 
 
@@ -148,18 +148,18 @@ def settle(
     table: str,
     files: Mapping[str, str] | None = None,
 ) -> None:
-    """Note in settings.json how the rows of a folder are measured, and refuse to add rows measured in another way.
+    """Record in settings.json how the rows of a folder are measured; raise if the folder was begun differently.
 
     Args:
-        folder: of the rows.
-        settings: in which all rows agree.
-        environment: of this session.
-        table: the name of the file of rows: where it is there, the settings must be too.
-        files: checksums of what is measured, by a name; more of them may join, but none may change.
+        folder: the folder of the rows.
+        settings: the settings that all rows share.
+        environment: the environment of this session.
+        table: the file name of the rows; if it exists, settings.json must exist too.
+        files: checksums of the measured files by name; new ones may be added, but none may change.
 
     Raises:
         OtherSettings: the folder was begun with other settings, or with other files of these names.
-        ValueError: how its rows were measured cannot be told.
+        ValueError: settings.json is missing or damaged, so it is not known how the rows were measured.
     """
     path = folder / SETTINGS
     wanted = as_read(settings)
