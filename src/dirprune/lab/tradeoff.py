@@ -1,4 +1,4 @@
-"""What a comparison of pruning methods shows: accuracy against sparsity, and the sparsity of every layer."""
+"""The data of a comparison of pruning methods: accuracy against sparsity, and layerwise sparsity."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 STEM, SHORTCUT = "stem conv", "shortcut"
-"""The kinds of layers that a shape alone does not tell; the others are "conv 3×3", "conv 1×1", …, "linear"."""
+"""The kinds of layers that do not follow from the shape; the others are "conv 3×3", "conv 1×1", …, "linear"."""
 
 APART = math.log(8)
-"""Runs at a greater `distance` from each other tell nothing about what lies between: a straight line would lead from a
-good network to one that a strong knob destroyed, and pass above methods that were measured there."""
+"""Runs at a larger `distance` from each other are not interpolated: a straight line from a good network to one that a
+strong setting destroyed would pass above methods that were measured in between."""
 
 
 def distance(one: float, other: float) -> float:
-    """Return how far apart two sparsities are: by what factor the weights left differ, as a logarithm.
+    """Return the distance of two sparsities: the logarithm of the ratio of remaining weights.
 
     >>> round(distance(0.8, 0.9) / distance(0.9, 0.95), 9)
     1.0
@@ -24,7 +24,7 @@ def distance(one: float, other: float) -> float:
 
 
 def _left(sparsity: float) -> float:
-    """Return the logarithm of what is left; of a network that lost everything, that of less than one weight."""
+    """Return the logarithm of the fraction of remaining weights, at least log 1e-12 for a network without any."""
     return math.log(max(1 - sparsity, 1e-12))
 
 
@@ -32,13 +32,13 @@ def _left(sparsity: float) -> float:
 class Curve:
     """Accuracy against sparsity of one method.
 
-    A single point at sparsity 0 is a dense network, which the others are measured by.
+    A single point at sparsity 0 is a dense network, the reference for the others.
 
     Args:
         label: begins with the name of the method, which decides its colour: "gRDA", "gRDA c=0.005", "rigl".
         sparsity: the fraction of zeros, 0 to 1, of every point.
-        accuracy: of every point, in percent.
-        spread: half the length of every point's error bar, e.g. the std over seeds; NaN where it is not known.
+        accuracy: the accuracy of every point, in percent.
+        spread: half the length of every point's error bar, e.g. the std over seeds; NaN if it is not known.
         dashed: draw the line dashed.
 
     Example:
@@ -74,9 +74,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class LayerBar:
-    """The sparsity of one layer under one method, as a fraction; a list of them is in network order.
+    """The sparsity of one layer with one method, as a fraction; lists of them are in network order.
 
-    ``kind`` is what the layer is: `STEM`, `SHORTCUT`, "conv 3×3", "conv 1×1", "linear", or another word.
+    ``kind`` is the kind of layer: `STEM`, `SHORTCUT`, "conv 3×3", "conv 1×1", "linear", or another word.
     """
 
     method: str
