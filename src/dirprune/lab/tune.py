@@ -1,7 +1,7 @@
-"""The paper's rule for choosing c, made a procedure.
+"""The paper's rule for choosing c, as a procedure.
 
-Fix μ; start at c = 1e-4 and double it as long as a short run stays within a tolerance of SGD's accuracy on held-out
-training data; take the greatest c that did. One miss may be noise, so the search ends with two in a row.
+Fix μ. Start at c = 1e-4 and double it as long as a short run stays within a tolerance of SGD's accuracy on held-out
+training data. Take the largest c that did. One miss may be noise, so the search ends after two in a row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Trial:
         return asdict(self)
 
     def cells(self) -> tuple[str, ...]:
-        """Return the trial as text, by `COLUMNS`."""
+        """Return the trial as text, one cell for each of `COLUMNS`."""
         accuracy = "diverged" if self.accuracy is None else f"{self.accuracy:.2f}"
         if self.optimizer == "sgd":
             return ("SGD", "", "", accuracy, "", "")
@@ -60,12 +60,12 @@ def tune(
     device: torch.device,
     root: Path | None = None,
 ) -> Iterator[Trial]:
-    """Yield SGD's trial, then for each μ one trial for every c tried, the last two of which usually fail.
+    """Yield SGD's trial, then for each μ one trial per value of c; the last two usually fail.
 
     Args:
-        recipe: what to tune for; its test set is not touched, a tenth of its training set is held out instead.
+        recipe: the recipe to tune. Its test set is not used; a tenth of its training set is held out instead.
         epochs: length of a trial: the first epochs of the recipe's own schedule.
-        tolerance: points of accuracy that a trial may lie below SGD.
+        tolerance: points of accuracy that a trial may lose against SGD.
         mus: the values of μ to search c for.
         device, root: where to train, and where the data are.
     """
@@ -74,7 +74,7 @@ def tune(
     if not tolerance >= 0:
         raise ValueError(f"tolerance={tolerance}: give how many points of accuracy may be lost, ≥ 0")
     recipe = replace(recipe, validation=recipe.validation or VALIDATION)
-    starts = [changed(recipe, optimizer="grda", c=C_START, mu=mu) for mu in mus]  # a bad μ is refused before any work
+    starts = [changed(recipe, optimizer="grda", c=C_START, mu=mu) for mu in mus]  # raises for a bad μ before training
     baseline = _last(replace(recipe, optimizer="sgd"), epochs, device, root)
     if baseline is None:
         raise ValueError(f"SGD itself diverges at lr={recipe.lr}; tune the learning rate first (--lr)")
@@ -91,14 +91,14 @@ def tune(
 
 
 def choose(trials: Iterable[Trial]) -> Trial | None:
-    """Return, of the greatest passing c of every μ, the one that pruned most; None if no c passed."""
+    """Return the sparsest among the trials with the largest passing c of each μ; None if no c passed."""
     passing = sorted((trial for trial in trials if trial.optimizer == "grda" and trial.passes), key=lambda t: t.c)
     greatest = {trial.mu: trial for trial in passing}
     return max(greatest.values(), key=lambda trial: trial.sparsity, default=None)
 
 
 def _last(recipe: Recipe, epochs: int, device: torch.device, root: Path | None) -> EpochRecord | None:
-    """Return the record of the last of the first epochs of a run, or None if it diverged before."""
+    """Train the first ``epochs`` epochs of a recipe and return the last record, or None if it diverged."""
     parts = assemble(recipe, device=device, root=root)
     check_fit(recipe, parts, device)
     execution = recipe.execution(device.type)
