@@ -1,8 +1,8 @@
 """Mode connectivity between two runs: fit the curve, profile it and the straight line, map the plane they span.
 
-`dirprune.lab.connectivity_files` describes the directory of a job; the same call takes it up where it was left. Losses
-are measured on plain data, not augmented, in the precision of run A; errors are in percent. BatchNorm statistics are
-re-estimated at every point.
+`dirprune.lab.connectivity_files` describes the directory of a job; calling with the same directory continues the job.
+Losses are measured on data without augmentation, in the precision of run A; errors are in percent. BatchNorm statistics
+are re-estimated at every point.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from dirprune.lab.tables import read_rows, write_rows
 from dirprune.landscape import Evaluator, Loaders, Place, profile_points
 from dirprune.weights import Weights, check_alike, flatten, put, take
 
-_SAME = ("data", "model", "statistics", "validation")  # in two recipes whose networks can be joined
+_SAME = ("data", "model", "statistics", "validation")  # must agree in the two recipes
 
 
 @dataclass(frozen=True)
 class Options:
-    """What decides a job besides its two networks.
+    """The options of a job, in addition to its two networks.
 
     The defaults are the published fit of VGG16: 300 epochs, lr .1 constant for half of them, then linear to a hundredth
-    at 90%, momentum .9 (WRN28x10: 200 epochs, momentum 0). ``batch_size`` is run A's if None. ``fit=False`` leaves out
-    curve and plane and profiles the straight line alone. ``plane_examples`` bounds the training examples that the plane
-    is measured on, the first ones; for a large network the plane is most of the work.
+    at 90%, momentum .9 (WRN28x10: 200 epochs, momentum 0). ``batch_size`` is run A's if None. With ``fit=False`` only
+    the straight line is profiled, without curve and plane. ``plane_examples`` limits the plane to the first so many
+    training examples; for a large network the plane is most of the work.
     """
 
     epochs: int = 300
@@ -97,22 +97,22 @@ def connect(
     device: torch.device,
     root: Path | None = None,
 ) -> Generator[Progress, None, None]:
-    """Join run A (t = 0) and run B (t = 1) by a curve, measure what lies between them, draw it.
+    """Join run A (t = 0) and run B (t = 1) by a curve, measure losses along it, and draw the figures.
 
     Yields the progress of its stages: "fit", "curve", "line" and "plane".
 
-    Leaving the loop, also for good, loses nothing but the step under way: the same call goes on from there.
+    Leaving the loop loses at most the current step; the same call continues from there.
 
     Args:
         run_a, run_b: run directories; run A's recipe decides model, data, batch size and precision.
-        out: the directory of the job, made here.
+        out: the directory of the job, created here.
         epoch_a, epoch_b: the checkpoints to join; by default the newest ones.
         device, root: where to compute, where the data are.
 
     Raises:
-        ValueError: the runs do not belong together.
+        ValueError: the two runs cannot be joined.
         RunExists: ``out`` holds something else.
-        Diverged: the fit left the finite numbers.
+        Diverged: the loss of the fit is not finite.
 
     Reference: Garipov et al. 2018; section 4.2 of the paper.
     """
@@ -140,7 +140,7 @@ def _carry_out(job: _Job) -> Iterator[Progress]:
 
 
 class _Job:
-    """A job that is under way: its networks, on the device, and what to measure them with."""
+    """A job in progress: its networks on the device, and the evaluators for them."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _Job:
 
 
 def _first(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:
-    """Yield the first examples, in batches."""
+    """Yield batches with the first ``examples`` examples."""
     for inputs, targets in batches:
         yield inputs[:examples], targets[:examples]
         examples -= len(targets)
@@ -203,7 +203,7 @@ def _open(
     device: torch.device,
     root: Path | None,
 ) -> _Job:
-    """Load the two networks, refuse what cannot be joined, and make ``out`` the directory of this job."""
+    """Load the two networks, raise if they cannot be joined, and make ``out`` the directory of this job."""
     a, b = runs.load(run_a), runs.load(run_b)
     for name in _SAME:
         ours, theirs = getattr(a.recipe, name), getattr(b.recipe, name)
@@ -231,16 +231,16 @@ def _open(
 
 
 def _endpoint(run: runs.Run, epoch: int | None, model: nn.Module) -> tuple[int, Weights]:
-    """Return the epoch and the weights of a checkpoint of the run, on the model's device; the model holds them then."""
+    """Load a checkpoint of the run into the model, and return its epoch and its weights on the model's device."""
     found, state = runs.weights_of(run, epoch)
-    # The whole state is compared, with buffers and the second names of shared weights: another architecture is refused.
+    # Compare the whole state, with buffers and all names of shared weights, to detect another architecture.
     check_alike(model.state_dict(), state, f"the network {run.recipe.model!r}", str(run.folder))
     put(model, runs.parameters_of(model, state))
     return found, take(model)
 
 
 def _fit(job: _Job) -> Iterator[Progress]:
-    """Fit the curve from where it stands to its last epoch."""
+    """Fit the curve from its current epoch to the last."""
     options, folder = job.options, job.out / "checkpoints"
     settings = replace(job.recipe, optimizer="sgd", lr=options.lr, momentum=options.momentum)
     settings = replace(settings, nesterov=False, weight_decay=0.0)
@@ -292,7 +292,7 @@ def _fit(job: _Job) -> Iterator[Progress]:
                 save()
                 saved, saved_at = done, time.monotonic()
             yield Progress("fit", done, options.epochs, f"loss {record.loss:.4g}")
-    except GeneratorExit:  # the caller stops here, between two epochs
+    except GeneratorExit:  # the caller stopped between two epochs
         if saved < done:
             save()
         raise
@@ -309,7 +309,7 @@ def _measure(
     point: Callable[..., Weights],
     places: Sequence[Place],
 ) -> Iterator[Progress]:
-    """Measure, in order, the places that the table does not hold yet; ``head`` is how rows of this stage begin."""
+    """Measure the places that are not in the table yet, in order; ``head`` is the start of this stage's rows."""
     rows = read_rows(table, kind)
     done = sum(astuple(row)[: len(head)] == head for row in rows)
     yield Progress(stage, done, len(places))
@@ -324,7 +324,7 @@ def _measure(
 
 
 def _place(job: _Job, places: Sequence[Place]) -> Plane:
-    """Save the bend, and write where it, the solutions and the curve lie in the plane through them."""
+    """Save the bend, and write the coordinates of bend, solutions and curve in the plane through them."""
     start, bend, end = job.curve.control_points()
     checkpoint.save(job.out / "bend", job.options.epochs, {"epoch": job.options.epochs, "model": bend})
     plane = Plane(start, end, bend)
@@ -337,7 +337,7 @@ def _place(job: _Job, places: Sequence[Place]) -> Plane:
 
 
 def _summarise(job: _Job) -> None:
-    """Write summary.json: what the tables say, and what made them."""
+    """Write summary.json: the results of the tables, and how they were made."""
     config = json.loads((job.out / "config.json").read_text())
     summary: dict[str, Any] = {
         "config": config,
@@ -350,7 +350,7 @@ def _summarise(job: _Job) -> None:
         epochs = read_rows(job.out / "fit.csv", FitRecord)
         curve = [(row.x, row.y) for row in read_rows(job.out / "points.csv", Placed) if row.name == "curve"]
         summary["length"] = sum(map(math.dist, curve, curve[1:]))
-        loss = next((record.loss for record in epochs if record.epoch == job.options.epochs), None)  # unless it is lost
+        loss = next((record.loss for record in epochs if record.epoch == job.options.epochs), None)  # it may be lost
         summary["fit"] = {"loss": loss, "seconds": sum(record.seconds for record in epochs)}
     if published := published_curve(config):
         fit = {name: getattr(published, name) for name in ("length", "epochs", "lr", "momentum")}
@@ -359,7 +359,7 @@ def _summarise(job: _Job) -> None:
 
 
 def _published_key(a: Recipe, b: Recipe) -> tuple[float, float, bool] | None:
-    """Return c and μ of the gRDA run, and whether the other one comes first; None unless the other is SGD."""
+    """Return c and μ of the gRDA run, and whether the SGD run comes first; None unless there is one of each."""
     if {a.pruner, b.pruner} != {"grda", "sgd"}:
         return None
     grda = a if a.pruner == "grda" else b
@@ -367,7 +367,7 @@ def _published_key(a: Recipe, b: Recipe) -> tuple[float, float, bool] | None:
 
 
 def _labels(a: tuple[Recipe, int], b: tuple[Recipe, int]) -> tuple[str, str]:
-    """Return names that tell two networks, each a recipe and an epoch, apart: the optimizer and what else it takes."""
+    """Return names that distinguish two networks, each a recipe and an epoch; with seed or epoch only if needed."""
 
     def names(recipe: Recipe, epoch: int) -> Iterator[str]:
         yield recipe.setting
