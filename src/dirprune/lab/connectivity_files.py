@@ -1,14 +1,14 @@
-"""The files of a connectivity job: its tables, what they say, the figures.
+"""The files of a connectivity job: its tables, their summary, and the figures.
 
-A job is a directory of plain files. The same command takes it up where it was left; another one is refused.
+A job is a directory of plain files. The same command continues it; a different one is refused.
 
-config.json         the two networks and every option
+config.json         the two networks and all options
 environment.json    versions, hardware, commit and command of each session that worked here
-fit.csv             one epoch of the fit a row; its checkpoints are in checkpoints/
+fit.csv             one row per epoch of the fit; its checkpoints are in checkpoints/
 bend/               the weights of the bend, as a checkpoint
-profile.csv         one point a row: path (curve or line), t, train and test loss and error
-plane.csv           one point a row: x, y, train and test loss and error
-points.csv          where in the plane the solutions, the bend and the curve lie
+profile.csv         one row per point: path (curve or line), t, train and test loss and error
+plane.csv           one row per point: x, y, train and test loss and error
+points.csv          coordinates of the solutions, the bend and the curve in the plane
 summary.json        barriers, best points, endpoints, and all that is needed to repeat them
 figures/            the plane and the profile
 """
@@ -29,7 +29,7 @@ from dirprune.lab.runs import RunExists
 from dirprune.lab.tables import read_rows
 from dirprune.landscape import Measurement
 
-_NAMES = ("run_a", "run_b")  # of directories, which may be moved: the weights say which networks they hold
+_NAMES = ("run_a", "run_b")  # directories may be moved; checksums of the weights identify the networks
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Placed:
-    """A row of points.csv: where the "start", the "end", the "bend" (whose t is nan) or a point of the "curve" lies."""
+    """A row of points.csv: coordinates of the "start", "end", "bend" (whose t is NaN) or a point of the "curve"."""
 
     name: str
     t: float
@@ -67,7 +67,7 @@ class Placed:
 
 
 def claim(out: Path, config: dict[str, Any]) -> None:
-    """Make ``out`` this job's, or see that it is; what belongs to another job is not touched."""
+    """Make ``out`` the directory of this job, or check that it is; raise if it belongs to another job."""
     path = out / "config.json"
     found = read_json(path, dict, "give another --out, or delete the folder") if path.is_file() else {}
     if "weights_a" not in found:  # a training run has a config.json too
@@ -79,14 +79,14 @@ def claim(out: Path, config: dict[str, Any]) -> None:
     wanted = as_read(config)
     other = [key for key in wanted if key not in _NAMES and found.get(key) != wanted[key]]
     if other:
-        told = [key for key in other if not key.startswith(("weights_", "published"))]  # hashes, and what follows
+        told = [key for key in other if not key.startswith(("weights_", "published"))]  # implied by the others
         differences = ", ".join(f"{key}={found.get(key)!r} there and {wanted[key]!r} here" for key in told)
         differences = differences or "networks of these names with other weights"
         raise RunExists(f"{out} holds another job: {differences}. Give the same options, or another --out")
 
 
 def profiles(out: Path) -> dict[str, CurveProfile]:
-    """Return what was profiled: "curve" and "line", or "line" alone."""
+    """Return the profiles by path: "curve" and "line", or "line" alone."""
     rows = read_rows(out / "profile.csv", Profiled)
     return {
         path: CurveProfile(tuple(_measurement(row) for row in rows if row.path == path))
@@ -99,7 +99,7 @@ def _measurement(row: Profiled) -> Measurement:
 
 
 def published_curve(config: dict[str, Any]) -> PublishedCurve | None:
-    """Return the published curve between such networks, in the direction of this job."""
+    """Return the published curve between such networks, in the direction of this job; None if there is none."""
     if config["published"] is None:
         return None
     c, mu, starts_at_sgd = config["published"]
@@ -108,7 +108,7 @@ def published_curve(config: dict[str, Any]) -> PublishedCurve | None:
 
 
 def facts_of(profile: CurveProfile) -> dict[str, Any]:
-    """Return barriers, their places, the best point and the endpoints of a profile, as plain values."""
+    """Return the barriers with their positions, the best point and the endpoints of a profile, as plain values."""
 
     def at(point: Measurement) -> dict[str, Any]:
         values = asdict(point)
@@ -151,7 +151,7 @@ COLUMNS = (
 
 
 def table(out: Path) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-    """Return title, columns and rows of a finished job's barriers, the published ones beside them if there are any."""
+    """Return title, columns and rows of the table of a finished job's barriers, with the published ones if any."""
     summary = json.loads((out / "summary.json").read_text())
     title = "{model} on {data}: {network_a} (t=0, epoch {epoch_a}) to {network_b} (t=1, epoch {epoch_b})"
     paths = {"curve": "fitted curve", "line": "straight line", "published": "published"}
@@ -160,13 +160,13 @@ def table(out: Path) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
 
 
 def _cells(facts: dict[str, Any]) -> tuple[str, ...]:
-    """Return what `facts_of` tells of a path as text, by `COLUMNS`."""
+    """Return the facts of a path (`facts_of`) as text, one cell for each of `COLUMNS` but the first."""
     start, end, best = (facts[name]["test_error"] for name in ("start", "end", "best"))
 
     def barrier(height: float | None, t: float) -> str:
-        if height is None:  # how JSON has what is no number
+        if height is None:  # NaN and infinity are null in JSON
             return f"not finite (t={t:.3f})"
-        return f"{height:.2e} (t={t:.3f})" if height else "0 (t=–)"  # without one the highest point is an end
+        return f"{height:.2e} (t={t:.3f})" if height else "0 (t=–)"  # without a barrier the highest point is an end
 
     return (
         barrier(facts["barrier"], facts["highest"]["t"]),
@@ -178,7 +178,7 @@ def _cells(facts: dict[str, Any]) -> tuple[str, ...]:
 
 
 def notes(out: Path) -> list[str]:
-    """Return what a reader of the table has to know where a published curve stands beside ours."""
+    """Return notes for the reader of the table, if it contains a published curve."""
     summary = json.loads((out / "summary.json").read_text())
     if "published" not in summary:
         return []
