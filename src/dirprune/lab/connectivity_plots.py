@@ -17,11 +17,11 @@ from dirprune.lab.plots import Array
 
 LEVELS = 15
 FLOOR = 1e-6
-"""What a logarithmic axis shows for a loss of 0."""
+"""The value that a logarithmic axis shows for a loss of 0."""
 FLAT = 0.15
-"""The slope of a plane below which it is not drawn to scale: it would be a strip too low to read."""
+"""A plane flatter than this is not drawn to scale, because the strip would be too low to read."""
 CEILING = 10.0
-"""The highest level of loss that is told apart: far from the valley losses of 1e6 are common, and of no interest."""
+"""The highest contour level of the loss: far from the valley, losses of 1e6 are common and of no interest."""
 _LABELS = {
     "train_loss": "train loss",
     "train_error": "train error (%)",
@@ -30,7 +30,7 @@ _LABELS = {
 }
 _PATHS = {"curve": ("fitted curve", 0, "-"), "line": ("straight line", 1, ":")}
 Point = tuple[str, float, float]
-"""What a point of the plane is ("start", "end", "bend" or "curve"), and its coordinates."""
+"""The name of a point of the plane ("start", "end", "bend" or "curve"), and its coordinates."""
 
 
 @plots.styled
@@ -38,9 +38,9 @@ def profile(profiles: Mapping[str, CurveProfile], names: tuple[str, str], publis
     """Draw loss and error over t, on training and test data: the curve, the straight line, the published curve.
 
     Args:
-        profiles: by path, "curve" and "line".
-        names: of the networks at t = 0 and t = 1.
-        published: the same curve as the authors found it, dashed.
+        profiles: profiles by path, "curve" and "line".
+        names: names of the networks at t = 0 and t = 1.
+        published: the authors' curve between such networks, drawn dashed.
     """
     figure, every = plots.panels(4)
     for axes, (score, label) in zip(every, _LABELS.items(), strict=True):
@@ -62,10 +62,10 @@ def plane(rows: Sequence[Mapping[str, float]], points: Sequence[Point], names: t
     Args:
         rows: x, y and the scores of a full grid.
         points: see `Point`; the axes are distances from the start, in the units of the weights.
-        names: of the networks at the start and the end.
+        names: names of the networks at the start and the end.
     """
     x, y = (np.unique([row[axis] for row in rows]) for axis in ("x", "y"))
-    # The panels of a plane that is wide and low stand on each other, the others side by side.
+    # The panels are stacked if the plane is wide and low, and side by side otherwise.
     slope = float(np.ptp(y) / np.ptp(x))
     columns = 2 if slope > 0.5 else 1
     width = plots.PANEL[0] * 2 / columns
@@ -76,7 +76,7 @@ def plane(rows: Sequence[Mapping[str, float]], points: Sequence[Point], names: t
         values = np.array([[by_place[a, b] for a in x] for b in y])
         if score == "train_loss":
             _contours(axes, x, y, values, floor=FLOOR, ceiling=CEILING)
-        else:  # an error is a number of examples, and half the least is as far as 0 need be
+        else:  # an error counts examples, so half the smallest nonzero one can stand for 0
             _contours(axes, x, y, values, floor=min(values[values > 0], default=2.0) / 2, ceiling=100.0)
         _marks(axes, points, names)
         axes.set(aspect="auto" if slope < FLAT else "equal", title=_LABELS[score])
@@ -87,35 +87,35 @@ def plane(rows: Sequence[Mapping[str, float]], points: Sequence[Point], names: t
 
 
 def _over_t(profile: CurveProfile, score: str) -> tuple[list[float], list[float]]:
-    """Return t and a score of every point."""
+    """Return t and the score of every point."""
     floor = FLOOR if score.endswith("loss") else 0.0
     return [p.place[0] for p in profile.points], [max(getattr(p, score), floor) for p in profile.points]
 
 
 def _scale(axes: Axes, values: Array, score: str) -> None:
-    """Make y logarithmic where the values differ much; an error of 0 keeps its place."""
+    """Make y logarithmic if the values differ much; an error of 0 stays visible."""
     values = values[np.isfinite(values)]
     if score.endswith("loss"):
         axes.set_yscale("log" if values.max() > 10 * values.min() else "linear")
         return
-    if values.max() > 20 and values.min() > 1:  # an axis from 0 would press a valley of tenths flat
+    if values.max() > 20 and values.min() > 1:  # from 0, a valley of a few tenths would look flat
         plots.scale_log(axes, float(values.min()), float(values.max()))
         return
     if values.max() > 20:
         axes.set_yscale("symlog", linthresh=1)
         axes.set_yticks([0, 1, 10, 100], ["0", "1", "10", "100"])
     top = max(1.1 * values.max(), 0.1)
-    axes.set_ylim(-0.04 * top if axes.get_yscale() == "linear" else -0.1, top)  # a line at 0 is not under the axis
+    axes.set_ylim(-0.04 * top if axes.get_yscale() == "linear" else -0.1, top)  # keep a line at 0 above the axis
 
 
 def _contours(axes: Axes, x: Array, y: Array, values: Array, floor: float, ceiling: float) -> None:
-    """Draw filled contours on levels that grow by a constant factor, from ``floor`` to ``ceiling``, and their bar."""
+    """Draw filled contours at geometrically spaced levels within ``floor`` and ``ceiling``, and a colour bar."""
     finite = values[np.isfinite(values)]
     low = max(float(finite.min()), floor)
     high = max(min(float(finite.max()), ceiling), 1.1 * low)
     shown = np.clip(np.nan_to_num(values, nan=np.inf, posinf=np.inf), low, 2 * high)
     levels = np.geomspace(low, high, LEVELS + 1)
-    # Dark where the valley is; cividis looks the same to colour-blind readers and prints well in grey.
+    # The valley is dark; cividis looks the same to colour-blind readers and prints well in grey.
     filled = axes.contourf(
         x,
         y,
@@ -125,9 +125,9 @@ def _contours(axes: Axes, x: Array, y: Array, values: Array, floor: float, ceili
         cmap="cividis",
         extend="max" if shown.max() > high else "neither",
     )
-    filled.set_edgecolor("face")  # or a PDF shows seams
+    filled.set_edgecolor("face")  # otherwise a PDF shows seams
     axes.contour(x, y, shown, levels=levels[1:-1], colors="#FFFFFF", linewidths=0.3, alpha=0.6)
-    # An inset follows the axes, whose height the equal aspect decides.
+    # An inset follows the height of the axes, which depends on the equal aspect.
     bar = axes.figure.colorbar(filled, cax=axes.inset_axes((1.03, 0, 0.045, 1)))
     ticks = _round_numbers(low, high)
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
@@ -136,7 +136,7 @@ def _contours(axes: Axes, x: Array, y: Array, values: Array, floor: float, ceili
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """Return up to six numbers between the two: powers of ten, or also 2 and 5 times those, or any of two digits.
+    """Return up to six round numbers between the two: powers of ten, else also 2 and 5 times those, else two digits.
 
     >>> _round_numbers(1e-3, 0.3), _round_numbers(0.6, 11.0), _round_numbers(1.67, 4.2)
     ([0.001, 0.01, 0.1], [1.0, 2.0, 5.0, 10.0], [1.7, 2.0, 2.4, 2.9, 3.5, 4.2])
@@ -152,7 +152,7 @@ def _round_numbers(low: float, high: float) -> list[float]:
 
 
 def _marks(axes: Axes, points: Sequence[Point], names: tuple[str, str]) -> None:
-    """Mark the solutions, the bend and the curve, with a dark rim that stands out on every colour."""
+    """Draw the solutions, the bend and the curve, with a dark rim that stands out on every colour."""
     corner = {name: np.array([x, y]) for name, x, y in points if name != "curve"}
     t = np.linspace(0, 1, 101)[:, None]
     along = (1 - t) ** 2 * corner["start"] + 2 * t * (1 - t) * corner["bend"] + t**2 * corner["end"]
