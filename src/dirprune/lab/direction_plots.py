@@ -20,13 +20,13 @@ _MARKERS = "oDvPX*"
 
 @styled
 def projection_figure(rows: Sequence[ProjectionRow], published: Sequence[PublishedShares] = ()) -> Figure:
-    """Draw the share of gRDA's difference to SGD in the leading eigenspace over epochs, a colour a run.
+    """Draw the share of gRDA's difference from SGD in the leading eigenspace over epochs, one colour per run.
 
-    The title tells whose eigenspace it is. Open circles mark epochs whose eigenpairs did not converge.
+    The title describes the eigenspace. Open circles mark epochs whose eigenpairs did not converge.
 
     Args:
-        rows: what `project` yields.
-        published: the authors' values for the same network and data, drawn lightly behind.
+        rows: the rows that `project` yields.
+        published: the authors' values for the same network and data, drawn in grey behind ours.
     """
     if not rows:
         raise ValueError("rows is empty; there is nothing to draw before the first epoch is measured")
@@ -63,7 +63,7 @@ def projection_figure(rows: Sequence[ProjectionRow], published: Sequence[Publish
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """Return what the numbers are, or between which two they lie.
+    """Return the number if all are equal, otherwise their range.
 
     >>> _span([10, 10]), _span([8, 1000])
     ('10', '8–1,000')
@@ -76,7 +76,7 @@ def _name(row: ProjectionRow) -> str:
 
 
 def _directional(k: int, ks: Sequence[int]) -> tuple[str, Any, str]:
-    """Return name, colour and marker of a number of eigenvectors: the more are known, the darker."""
+    """Return label, colour and marker for a number of eigenvectors; more eigenvectors are darker."""
     place = ks.index(k)
     shade = colormaps["plasma"](0.9 * (1 - place / max(len(ks) - 1, 1)))
     return f"directional, k = {k}", shade, _MARKERS[place % len(_MARKERS)]
@@ -84,7 +84,7 @@ def _directional(k: int, ks: Sequence[int]) -> tuple[str, Any, str]:
 
 @styled
 def score_figure(rows: Sequence[ScoreRow]) -> Figure:
-    """Draw training loss and test accuracy against sparsity, a line a method and number of eigenvectors."""
+    """Draw training loss and test accuracy against sparsity, one line per method and number of eigenvectors."""
     measured = [row for row in rows if not math.isnan(row.train_loss)]
     if not measured:
         raise ValueError("rows holds no measured row; there is nothing to draw")
