@@ -1,4 +1,4 @@
-"""Where gRDA's difference to SGD points: its share in the leading eigenspace of the training Hessian, over epochs."""
+"""The share of gRDA's difference from SGD in the leading eigenspace of the training Hessian, over epochs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ProjectionRow:
     Attributes:
         share: ‖PΔ‖/‖Δ‖, Δ = w_gRDA − w_SGD, P the projection on the eigenvectors.
         random_level: √(eigenvectors/d), the root mean square of the share of a random direction.
-        eigenvectors: how many were used: the wanted ones, less those whose eigenvalue is not positive.
+        eigenvectors: number of eigenvectors used: the requested ones, without those whose eigenvalue is not positive.
         norm_delta, norm_sgd, norm_grda: ‖Δ‖, ‖w_SGD‖, ‖w_gRDA‖.
-        products, residual: Hessian products spent, and the worst true residual relative to the greatest eigenvalue.
+        products, residual: Hessian products used, and the largest true residual relative to the largest |eigenvalue|.
         converged: whether all residuals are within the tolerance.
-        examples: of the training set, that the Hessian is a mean over.
+        examples: number of training examples in the Hessian.
     """
 
     epoch: int
@@ -53,7 +53,7 @@ class ProjectionRow:
     examples: int
 
     def cells(self) -> tuple[str, ...]:
-        """Return the row as text, by `COLUMNS`."""
+        """Return the row as text, one cell for each of `COLUMNS`."""
         numbers = (f"{self.share:.4f}", f"{self.random_level:.4f}", f"{self.residual:.1e}")
         return (self.run, str(self.epoch), *numbers, "yes" if self.converged else "no")
 
@@ -82,17 +82,17 @@ def project(
     device: torch.device,
     root: Path | None = None,
 ) -> Iterator[Progress | ProjectionRow]:
-    """Yield, with the progress between, one row for each epoch and gRDA run: the share of Δ in the top eigenspace.
+    """Yield progress and one row per epoch and gRDA run: the share of Δ in the top eigenspace.
 
         ‖P(w_gRDA − w_SGD)‖ / ‖w_gRDA − w_SGD‖,    P = QQᵀ, Q the top k eigenvectors with λ > 0 of ∇²F(w_SGD)
 
-    Rows are kept in projection.csv in ``out``, the eigenvalues in eigenvalues.csv; what is there is not measured again.
-    The products of an unfinished epoch are kept too, 4 bytes a weight and product, until the epoch is finished.
+    Rows are saved in projection.csv in ``out``, eigenvalues in eigenvalues.csv. Rows that exist are not measured again.
+    The Hessian products of an unfinished epoch are saved too, 4 bytes per weight and product, until it is finished.
 
     Args:
         sgd, grdas: runs with the same initial weights and minibatches.
-        out: where the tables go.
-        epochs: those to look at; by default all whose checkpoints every run has. At epoch 0 there is no difference.
+        out: the folder of the tables.
+        epochs: epochs to measure; by default all for which every run has a checkpoint, except 0, where Δ = 0.
         lanczos: how the eigenpairs are computed.
         device, root: where to compute, and where the data are.
 
@@ -118,14 +118,14 @@ def project(
                 bench.load(weights_of(sgd, epoch)[1])
                 new = yield from _measure_epoch(bench, missing, epoch, k, lanczos, out)
                 measured |= {row.run: row for row in new}
-            shutil.rmtree(_products(out, epoch), ignore_errors=True)  # here, so that those of a stop just before go too
+            shutil.rmtree(_products(out, epoch), ignore_errors=True)  # also removes those of an earlier session
             yield from (measured[run.folder.name] for run in grdas)
 
 
 def _measure_epoch(
     bench: Subject, runs: Sequence[Run], epoch: int, k: int, lanczos: Lanczos, out: Path
 ) -> Generator[Progress, None, list[ProjectionRow]]:
-    """Yield the progress; add rows for these runs at the subject's weights to the tables in ``out``, return them."""
+    """Yield progress; measure these runs at the subject's weights, add the rows to the tables, and return them."""
     here = yield from bench.ranked(lanczos, what=f"epoch {epoch}")
     journal = Journal(here.hessian, _products(out, epoch))
     pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what=f"epoch {epoch}", judge=here.judge)
@@ -137,14 +137,14 @@ def _measure_epoch(
 
 
 def _products(out: Path, epoch: int) -> Path:
-    """Return the folder of the products of an epoch that is not finished."""
+    """Return the folder of the Hessian products of an unfinished epoch."""
     return out / f"products-{epoch:04d}"
 
 
 def check_comparable(sgd: Run, grdas: Sequence[Run]) -> None:
-    """Refuse runs whose difference is not gRDA's doing: their initial weights and minibatches must be the same.
+    """Raise unless the runs have the same initial weights and minibatches, so that they differ by gRDA alone.
 
-    The weights at epoch 0 are compared bit for bit where both checkpoints were kept; otherwise the seeds must vouch.
+    The weights at epoch 0 are compared bit for bit if both checkpoints were kept; otherwise the seeds are trusted.
     """
     if not grdas:
         raise ValueError("grdas is empty; name at least one gRDA run beside the SGD run")
