@@ -1,4 +1,4 @@
-"""Runs side by side: those that differ only in the seed become one row of a table and one colour of the figures."""
+"""Compare runs. Runs that differ only in the seed become one row of the table and one colour of the figures."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dirprune.lab.schedules import Schedule
 from dirprune.lab.train import EpochRecord
 
 TESTED_ON = ("test", "validation", "test or validation")
-"""What the accuracies and losses of a report may be measured on."""
+"""The data on which accuracies and losses of a report may be measured."""
 SPARE = (*(f"{part} loss" for part in TESTED_ON), "weight sparsity (%)", "s/epoch", "seeds", "total", "epochs")
-"""The columns of `Row.cells` that a narrow terminal goes without, the first of them first."""
-_NAMELESS: dict[str, Any] = {"seed": 0, "about": "", "keep": (), "published": ()}  # change nothing of a setting
-_TOLD = {"name", "optimizer", "c", "mu", "method", "options"}  # by `Recipe.setting`, which begins every description
+"""Columns of `Row.cells` that are dropped on a narrow terminal, in this order."""
+_NAMELESS: dict[str, Any] = {"seed": 0, "about": "", "keep": (), "published": ()}  # not part of a setting
+_TOLD = {"name", "optimizer", "c", "mu", "method", "options"}  # already in `Recipe.setting`
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,18 @@ class Spread:
         return Spread(mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1)))
 
     def text(self, digits: int, scale: float = 1.0, *, signed: bool = False) -> str:
-        """Return "98.61 ± 0.48", or "98.61" for one seed; of a difference, with its sign."""
-        mean = f"{round(scale * self.mean, digits) + 0.0:{'+' if signed else ''}.{digits}f}"  # and no −0.00
+        """Return "98.61 ± 0.48", or "98.61" for one seed; if ``signed``, the mean has a sign."""
+        mean = f"{round(scale * self.mean, digits) + 0.0:{'+' if signed else ''}.{digits}f}"  # + 0.0 avoids −0.00
         return mean if self.std is None else f"{mean} ± {scale * self.std:.{digits}f}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One setting over its seeds, at the last epoch that every seed with an epoch has finished.
+    """One setting over its seeds, at the last epoch that all seeds have finished; seeds without an epoch are left out.
 
-    ``test_accuracy`` is in percent, the sparsities are fractions; ``epoch_seconds`` is the median time to train an
-    epoch (the first may compile), ``total_seconds`` all training and testing so far, both means over seeds. What is
-    not known before the first epoch is None; so are c and μ of SGD.
+    ``test_accuracy`` is in percent, the sparsities are fractions. ``epoch_seconds`` is the median time to train an
+    epoch (the first may compile), ``total_seconds`` the time of all training and testing so far; both are means over
+    seeds. Values that are not known before the first epoch are None; so are c and μ of SGD.
     """
 
     recipe: str
@@ -75,7 +75,7 @@ class Row:
     total_seconds: float | None = None
 
     def cells(self, tested_on: str = "test") -> dict[str, str]:
-        """Return the row as text by column, ready to print; the columns of a report say what it was tested on."""
+        """Return the row as text by column. The column names say what the accuracy and loss were measured on."""
         return {
             "recipe": self.recipe,
             "setting": self.setting,
@@ -92,7 +92,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only in the seed, and the records of each."""
+    """Runs that differ only in the seed, with their records."""
 
     setting: str
     label: str
@@ -130,7 +130,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Report:
-    """Settings side by side; ``notes`` say what a reader of the table has to know besides."""
+    """Several settings to compare; ``notes`` are remarks for the reader of the table."""
 
     groups: tuple[Group, ...]
     notes: tuple[str, ...]
@@ -141,21 +141,21 @@ class Report:
 
     @property
     def tested_on(self) -> str:
-        """What accuracies and losses are measured on: one of `TESTED_ON`."""
+        """The data on which accuracies and losses are measured: one of `TESTED_ON`."""
         test, validation, either = TESTED_ON
         held_out = {bool(group.runs[0].recipe.validation) for group in self.groups}
         return either if len(held_out) > 1 else validation if True in held_out else test
 
     @property
     def cells(self) -> list[dict[str, str]]:
-        """The rows as text by column, ready to print."""
+        """The rows as text by column."""
         return [row.cells(self.tested_on) for row in self.rows]
 
     @cached_property
     def layers(self) -> dict[str, dict[str, list[SparsityReport]]]:
-        """Network → label with the epoch → one `SparsityReport` a seed; checkpoints are read once.
+        """Network → label with the epoch → one `SparsityReport` per seed; checkpoints are read once.
 
-        A run that has no weights later than its initial ones is left out: nothing is pruned there yet.
+        A run that has only its initial weights is left out, because nothing is pruned yet.
         """
         networks: dict[str, dict[str, list[SparsityReport]]] = {}
         for group in self.groups:
@@ -170,7 +170,7 @@ class Report:
         return networks
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the rows and notes as plain values that JSON can hold: what is not finite becomes None."""
+        """Return the rows and notes as plain values for JSON; numbers that are not finite become None."""
         rows = [
             {**asdict(group.row), "label": group.label, "runs": [str(run.folder) for run in group.runs]}
             for group in self.groups
@@ -180,10 +180,10 @@ class Report:
 
 
 def report(folders: Sequence[Path]) -> Report:
-    """Read runs, whatever their recipes and however far they are, and group those that differ only in the seed.
+    """Read runs of any recipes, finished or not, and group those that differ only in the seed.
 
     Args:
-        folders: run directories; one that is given twice counts once.
+        folders: run directories; duplicates count once.
 
     Raises:
         FileNotFoundError: one of them is not a run.
@@ -206,11 +206,11 @@ def report(folders: Sequence[Path]) -> Report:
 
 
 def draw(report: Report, out: Path | None = None) -> list[Path]:
-    """Write the figures of a report and return their paths: curves.png, and layers.png or one for each network.
+    """Write the figures of a report and return their paths: curves.png, and layers.png or one per network.
 
     Args:
-        report: what to draw; without a finished epoch there is nothing to draw, and no path.
-        out: the folder to write to; for a single run, by default, its own ``figures``.
+        report: the report; if no epoch is finished, nothing is drawn and the list is empty.
+        out: the folder to write to; the default for a single run is its own ``figures``.
     """
     members = [run for group in report.groups for run in group.runs]
     if out is None and len(members) > 1:
@@ -227,10 +227,10 @@ def draw(report: Report, out: Path | None = None) -> list[Path]:
 
 
 def layerwise(run: Run) -> tuple[int, SparsityReport]:
-    """Return (epoch, sparsity) of a run's end, or of the newest checkpoint of one that has not ended.
+    """Return (epoch, sparsity) at the end of a run, or of the newest checkpoint if the run has not ended.
 
-    The zeros of the end are counted in its checkpoint, which knows the channels too; where that cannot be read, the
-    outcome holds them. An earlier checkpoint would contradict the other numbers of the run.
+    The zeros at the end are counted in the last checkpoint, which also gives zero channels. If it cannot be read, they
+    come from the outcome. An earlier checkpoint would contradict the other numbers of the run.
     """
     ended = _zeros_at_the_end(run)
     if ended is None:
@@ -247,7 +247,7 @@ def _zeros_at_the_end(run: Run) -> SparsityReport | None:
 
 
 def _counted(run: Run, epoch: int | None = None) -> tuple[int, SparsityReport]:
-    """Return (epoch, sparsity) of a checkpoint, by default the newest, counted over the parameters, not the buffers."""
+    """Return (epoch, sparsity) of a checkpoint, by default the newest, over the parameters without the buffers."""
     epoch, state = runs.weights_of(run, epoch)
     names = _parameter_names(run.recipe.model)
     if missing := [name for name in names if name not in state]:
@@ -260,17 +260,17 @@ def _counted(run: Run, epoch: int | None = None) -> tuple[int, SparsityReport]:
 
 @lru_cache
 def _parameter_names(model: str) -> tuple[str, ...]:
-    """Return the names that are parameters among those of the model's state.
+    """Return the names of a model's parameters.
 
-    Built on the CPU because users' own models may compute with their tensors as they are built, which the meta device
-    refuses; the number of classes changes shapes, never names.
+    The model is built on the CPU, because a user's own model may compute with its tensors in its constructor, which
+    fails on the meta device. The number of classes affects shapes, but not names.
     """
     with torch.random.fork_rng(devices=[]):
         return tuple(name for name, _ in models.build(model, classes=10).named_parameters())
 
 
 def settings(recipes: Sequence[Recipe]) -> list[str]:
-    """Return the shortest descriptions that tell recipes of one name apart, beginning with the optimizer's.
+    """Return the shortest descriptions that distinguish recipes of the same name, beginning with `Recipe.setting`.
 
     Example:
         >>> from dirprune.lab.recipes import get
@@ -280,7 +280,7 @@ def settings(recipes: Sequence[Recipe]) -> list[str]:
         (['SGD', 'gRDA c=0.01 μ=0.7'], ['SGD, lr=0.1', 'SGD, lr=0.2'])
     """
     names = list(dict.fromkeys(recipe.name for recipe in recipes))
-    if len(names) > 1:  # the name tells them apart already
+    if len(names) > 1:  # the name distinguishes them already
         told = {name: iter(settings([r for r in recipes if r.name == name])) for name in names}
         return [next(told[recipe.name]) for recipe in recipes]
     texts = [recipe.setting for recipe in recipes]
@@ -299,7 +299,7 @@ def settings(recipes: Sequence[Recipe]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people say it.
+    """Return a duration as readable text.
 
     >>> duration(4.21), duration(95), duration(7500)
     ('4.2 s', '1 min 35 s', '2 h 5 min')
@@ -311,19 +311,19 @@ def duration(seconds: float) -> str:
 
 
 def _last_of_all(every: Sequence[Sequence[EpochRecord]]) -> int:
-    """Return the last epoch that all of them have a record of, 0 if there is none."""
+    """Return the last epoch that all of them have recorded; 0 if there is none."""
     shared = [{record.epoch for record in records} for records in every]
     return max(set.intersection(*shared), default=0) if shared else 0
 
 
 def _without_seed(recipe: Recipe) -> Recipe:
-    """Return the recipe without its seed and what does not change the numbers, so that equal ones belong together."""
+    """Return the recipe without its seed and fields that do not affect results; equal ones belong to one group."""
     plain = replace(recipe, **_NAMELESS)
     return replace(plain, c=0.0, mu=1.0, exempt=()) if recipe.optimizer == "sgd" else plain
 
 
 def _notes(group: Group) -> list[str]:
-    """Return what the row of a group does not say."""
+    """Return remarks on a group that its row does not show."""
     recipe, row, notes = group.runs[0].recipe, group.row, []
     for run, records in zip(group.runs, group.records, strict=True):
         if (outcome := run.outcome()) and outcome.diverged:
@@ -350,7 +350,7 @@ def _notes(group: Group) -> list[str]:
 
 
 def _show(value: Any) -> str:
-    """Return a recipe's value as a label shows it: of a schedule or an execution, the kind and what is set."""
+    """Return a recipe value as text for a label; for a schedule or an execution, only the fields that are set."""
     if isinstance(value, (Schedule, Execution)):
         parts = {name: part for name, part in asdict(value).items() if part}
         return "/".join(
@@ -361,5 +361,5 @@ def _show(value: Any) -> str:
 
 
 def _file_name(model: str) -> str:
-    """Return the name of a model with nothing a path could trip over."""
+    """Return the name of a model with characters that are unsafe in file names replaced."""
     return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in model)
