@@ -11,7 +11,7 @@ from dirprune.lab import plots
 from dirprune.lab.plots import Curve
 from dirprune.lab.published import METRICS, Band, NormRatio, Setting
 
-THEIRS, OURS = 0, 1  # the numbers of their colours
+THEIRS, OURS = 0, 1  # indices of their colours
 BAND = "range of the authors' runs"
 LABELS = {
     "train_loss": "train loss",
@@ -20,20 +20,20 @@ LABELS = {
     "test_accuracy": "test accuracy (%)",
     "sparsity": "sparsity (%)",
 }
-UNIT = 1e-4  # of the norm ratio's axis
+UNIT = 1e-4  # unit of the norm ratio's axis
 LOSS_FLOOR = 1e-5
-"""Where the axis of the train loss ends: the authors logged four decimals, so below 1e-4 theirs are steps down to 0."""
+"""Lower end of the train-loss axis: the authors logged four decimals, so theirs drop from 1e-4 to 0 in one step."""
 
 
 @plots.styled
 def trajectories(
     bands: Mapping[tuple[Setting, str], Band], ours: Mapping[tuple[Setting, str], Sequence[Curve]]
 ) -> Figure:
-    """Draw every metric over the epochs of one experiment: a row a metric, a column a setting.
+    """Draw every metric over the epochs of one experiment: a row per metric, a column per setting.
 
     Args:
-        bands: what was published: the range over runs is shaded, their mean dashed.
-        ours: one curve a seed, drawn over it; the head of a column without any, or of unfinished ones, says so.
+        bands: the published runs; their range is shaded, their mean dashed.
+        ours: one curve per seed, drawn over the bands; column titles say if our runs are missing or unfinished.
     """
     settings = list(dict.fromkeys(setting for setting, _ in bands))
     figure, every = plots.panels(len(METRICS) * len(settings), columns=len(settings), size=(1.75, 1.4))
@@ -54,7 +54,7 @@ def trajectories(
 
 @plots.styled
 def norm_ratio(theirs: Sequence[NormRatio], ours: Mapping[Setting, Sequence[Curve]]) -> Figure:
-    """Draw Figure 2: ‖w‖₂/‖w‖₁ over training above its bound d^-½, one panel an experiment."""
+    """Draw Figure 2: ‖w‖₂/‖w‖₁ over training above its bound d^-½, one panel per experiment."""
     experiments = list(dict.fromkeys(curve.setting.experiment for curve in theirs))
     figure, every = plots.panels(len(experiments))
     for axes, experiment in zip(every, experiments, strict=True):
@@ -64,7 +64,7 @@ def norm_ratio(theirs: Sequence[NormRatio], ours: Mapping[Setting, Sequence[Curv
             name = ("SGD", "gRDA")[index]
             if runs := ours.get(curve.setting):
                 plots.draw_spread(axes, [_in_units(run) for run in runs], label=f"{name}, ours", index=index)
-                axes.lines[-1].set(linewidth=3, alpha=0.4)  # or the published line would not show where the two agree
+                axes.lines[-1].set(linewidth=3, alpha=0.4)  # keep the published line visible where both agree
             plots.draw_published(axes, _in_units((curve.epochs, curve.ratios)), label=f"{name}, paper", index=index)
             if index:
                 axes.set_title(f"{experiment}, SGD and {curve.setting}")
@@ -80,7 +80,7 @@ def _in_units(curve: Curve) -> Curve:
 
 
 def _compare(axes: Axes, band: Band | None, ours: Sequence[Curve]) -> None:
-    """Draw the published band, if there is one, our runs over it, and the published mean over both."""
+    """Draw the published band if there is one, then our runs, then the published mean."""
     if band is not None:
         axes.fill_between(
             band.epochs, band.low, band.high, color=plots.colour(THEIRS), alpha=0.3, linewidth=0, label=BAND
@@ -92,7 +92,7 @@ def _compare(axes: Axes, band: Band | None, ours: Sequence[Curve]) -> None:
 
 
 def _progress(band: Band, ours: Sequence[Curve]) -> str:
-    """Return what a title adds about runs that are not there, or not at their end."""
+    """Return the addition to a title that says if our runs are missing or unfinished."""
     if not ours:
         return ", no run yet"
     furthest = max(int(max(epochs)) for epochs, _ in ours)
@@ -100,7 +100,7 @@ def _progress(band: Band, ours: Sequence[Curve]) -> str:
 
 
 def _scale(axes: Axes, metric: str, bands: Sequence[Band]) -> None:
-    """Give all panels of a metric the same axis: what the published runs span once the first epochs are over."""
+    """Give all panels of a metric the same axis: the range of the published runs after the first tenth of epochs."""
     last = max(band.epochs[-1] for band in bands)
     late = [i for i, epoch in enumerate(bands[0].epochs) if epoch >= 0.1 * last]
     low = min(band.low[i] for band in bands for i in late)
@@ -109,7 +109,7 @@ def _scale(axes: Axes, metric: str, bands: Sequence[Band]) -> None:
     if metric == "train_loss":
         axes.set(yscale="log", ylim=(LOSS_FLOOR, 5))
     elif metric == "sparsity":
-        axes.set_ylim(-3, 103)  # a line at 0 shows
+        axes.set_ylim(-3, 103)  # keep a line at 0 visible
     else:
         margin = 0.08 * (high - low)
         axes.set_ylim(low - margin, high + margin)
