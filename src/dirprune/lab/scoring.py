@@ -1,4 +1,4 @@
-"""Pruning a trained network in one shot: by direction, by magnitude, by optimal brain damage, on the same weights."""
+"""Prune a trained network in one shot: by direction, by magnitude and by optimal brain damage."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from dirprune.weights import flatten, put, take, unflatten
 SPARSITIES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 KS = (0, 10, 30, 100)
 DEFAULT = Lanczos(tolerance=1e-5, max_iterations=2000)
-"""Tighter than `Lanczos` by itself: the hundredth eigenvalue is about a hundredth of the first, or less."""
+"""Tighter than the defaults of `Lanczos`, because the hundredth eigenvalue is at most about 1% of the first."""
 METHODS = ("magnitude", "brain-damage", "directional")
 PRODUCTS = "products"
 DIAGONAL_BLOCK = 10
 
 Pruner = Callable[[float], tuple[float, Tensor]]
-"""From a wanted sparsity to (lam, pruned weights), as `ScoreRow` has them."""
+"""Maps a requested sparsity to (lam, pruned weights); see `ScoreRow` for lam."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class ScoreRow:
 
     Attributes:
         method: "magnitude", "brain-damage" or "directional".
-        k: eigenvectors that stand for the curved subspace (directional; 0 calls everything flat); otherwise 0.
-        wanted: the sparsity asked for.
-        lam: λ of the path (directional), or the greatest value that was pruned: a |w|, or a saliency. Infinite where
-            the wanted sparsity cannot be reached, the other scores being negative: then nothing is measured (NaN).
-        sparsity: the fraction of all parameters that is zero, or the greatest that can be reached.
-        train_loss, train_accuracy: on the plain training data; accuracies in percent.
+        k: number of eigenvectors that span the curved subspace (directional; with 0 everything is flat); otherwise 0.
+        wanted: the requested sparsity.
+        lam: λ of the path (directional), or the largest |w| or saliency that was pruned. Infinite if the requested
+            sparsity cannot be reached because the other scores are not positive; the measurements are then NaN.
+        sparsity: the fraction of all parameters that is zero, or the largest that can be reached.
+        train_loss, train_accuracy: on the training data without augmentation; accuracies in percent.
     """
 
     method: str
@@ -61,7 +61,7 @@ class ScoreRow:
     test_accuracy: float
 
     def cells(self) -> tuple[str, ...]:
-        """Return the row as text, by `COLUMNS`; methods other than directional pruning know of no eigenvectors."""
+        """Return the row as text, one cell for each of `COLUMNS`; only directional pruning has a k."""
         k = str(self.k) if self.method == "directional" else NOTHING
         numbers = (f"{100 * self.sparsity:.1f}", f"{self.train_loss:.4g}", f"{self.test_accuracy:.2f}")
         return (self.method, k, f"{self.lam:.3g}", *numbers)
@@ -75,8 +75,8 @@ class SpectrumRow:
     """One eigenvalue of the training Hessian, with its eigenvector q.
 
     Attributes:
-        residual: the true one, ‖Hq − λq‖; ``converged`` if within the tolerance.
-        sign_share: (qᵀ sign(w))²/d, by which knowing q lowers the mean score, 1 when nothing is known.
+        residual: the true residual ‖Hq − λq‖; ``converged`` says whether it is within the tolerance.
+        sign_share: (qᵀ sign(w))²/d, the amount by which q lowers the mean score, which is 1 without eigenvectors.
     """
 
     index: int
@@ -99,19 +99,19 @@ def score(
     device: torch.device,
     root: Path | None = None,
 ) -> Iterator[Progress | ScoreRow]:
-    """Yield, with the progress between, the losses of a trained network pruned in three ways, without retraining.
+    """Yield progress, and the losses of a trained network pruned in three ways, without retraining.
 
-    Every parameter may be pruned, biases too. Directional pruning (Definition 1) moves the weights it leaves; the other
-    two leave them as they are. Rows are kept in score.csv in ``out``, the eigenvalues in eigenvalues.csv; what is there
-    is not measured again. The Hessian products are kept until all is done, 4 bytes a weight and product.
+    Every parameter may be pruned, including biases. Directional pruning (Definition 1) also changes the weights that it
+    keeps; the other two do not. Rows are saved in score.csv in ``out``, eigenvalues in eigenvalues.csv. Rows that exist
+    are not measured again. The Hessian products are saved until all is done, 4 bytes per weight and product.
 
     Args:
-        run: a finished run, usually SGD's.
-        ks: numbers of leading eigenvectors that stand for the curved subspace; 0 is soft thresholding. Eigenvectors
-            found with λ ≤ 0 are left out: there are no more positive ones, or ``lanczos`` stopped too early.
-        epoch: the checkpoint; by default the newest.
+        run: a finished run, usually with SGD.
+        ks: numbers of leading eigenvectors that span the curved subspace; 0 is soft thresholding. Eigenvectors with
+            λ ≤ 0 are left out: there are no more positive ones, or ``lanczos`` stopped too early.
+        epoch: epoch of the checkpoint; by default the newest.
         samples: Hessian products in the estimate of the diagonal, for optimal brain damage.
-        recalibrate: estimate the BatchNorm statistics anew for each pruned network.
+        recalibrate: re-estimate the BatchNorm statistics for each pruned network.
         lanczos: how the eigenpairs are computed.
         device, root: where to compute, and where the data are.
 
@@ -133,7 +133,7 @@ def score(
 
 
 def measured(out: Path) -> list[ScoreRow]:
-    """Return all that score.csv holds, also of earlier commands, in the order of a table."""
+    """Return all rows of score.csv, including those of earlier commands, in the order of the table."""
     rows = read_rows(out / "score.csv", ScoreRow)
     return sorted(rows, key=lambda row: (METHODS.index(row.method), row.k, row.wanted))
 
@@ -148,7 +148,7 @@ def _prune_all(
     recalibrate: bool,
     lanczos: Lanczos,
 ) -> Iterator[Progress | ScoreRow]:
-    """Prune the network by every method to every sparsity that score.csv does not hold yet; yield all its rows."""
+    """Prune the network by every method to every sparsity that is not in score.csv yet; yield all rows."""
     rows = {(row.method, row.k, row.wanted): row for row in read_rows(out / "score.csv", ScoreRow)}
     magnitude, brain_damage, directional = METHODS
     methods = [(magnitude, 0), (brain_damage, 0), *((directional, k) for k in ks)]
@@ -182,7 +182,7 @@ def _pruner(
 
 
 def directional_pruner(w: Tensor, score: Tensor) -> Pruner:
-    """Return the pruner of Definition 1, λ chosen for the sparsity; beyond what can be reached it is infinite."""
+    """Return the pruner of Definition 1 with λ chosen for the sparsity; λ is infinite if that cannot be reached."""
     reachable = float(((score > 0) | (w == 0)).double().mean())
 
     def prune(sparsity: float) -> tuple[float, Tensor]:
@@ -195,7 +195,7 @@ def directional_pruner(w: Tensor, score: Tensor) -> Pruner:
 
 
 def smallest_pruner(w: Tensor, saliency: Tensor) -> Pruner:
-    """Return the pruner that zeroes the weights of the smallest saliency and leaves the others as they are.
+    """Return the pruner that zeroes the weights of smallest saliency and does not change the others.
 
     >>> smallest_pruner(torch.tensor([1.0, -2.0, 3.0]), torch.tensor([5.0, 4.0, 6.0]))(1 / 3)
     (4.0, tensor([1., 0., 3.]))
@@ -221,7 +221,7 @@ def _check(ks: Sequence[int], sparsities: Sequence[float], samples: int) -> None
 
 
 def _eigenvectors(bench: Subject, w: Tensor, k: int, lanczos: Lanczos, out: Path) -> Generator[Progress, None, Tensor]:
-    """Yield the progress; write the eigenvalues and return the eigenvectors, those of positive eigenvalues."""
+    """Yield progress; write the eigenvalues, and return the eigenvectors of positive eigenvalues."""
     if not k:
         return w.new_empty(len(w), 0)
     journal = Journal(bench.hessian, out / PRODUCTS)
@@ -229,14 +229,15 @@ def _eigenvectors(bench: Subject, w: Tensor, k: int, lanczos: Lanczos, out: Path
     shares = (inner(pairs.vectors.T, w.sign()) ** 2 / len(w)).tolist()
     found = zip(pairs.values.tolist(), pairs.residuals.tolist(), shares, strict=True)
     rows = [SpectrumRow(i, value, r, r <= goal, share) for i, (value, r, share) in enumerate(found, start=1)]
-    merge_rows(out / "eigenvalues.csv", SpectrumRow, rows, key=("index",), in_order=True)  # more may be known
+    merge_rows(out / "eigenvalues.csv", SpectrumRow, rows, key=("index",), in_order=True)  # it may hold more
     return pairs.vectors[:, pairs.values > 0]
 
 
 def _saliency(bench: Subject, w: Tensor, samples: int, seed: int) -> Generator[Progress, None, Tensor]:
-    """Yield the progress; return optimal brain damage's estimate of the loss of each weight, ½ H_jj w_j².
+    """Yield progress; return the saliency of each weight in optimal brain damage, ½ |H_jj| w_j².
 
-    At a minimum no H_jj is negative; an estimate that is, errs by more than itself, and says so by its size alone.
+    At a minimum no H_jj is negative. The error of a negative estimate is at least its magnitude, so its magnitude is
+    used.
     """
     total = torch.zeros_like(w)
     for start in range(0, samples, DIAGONAL_BLOCK):
@@ -247,7 +248,7 @@ def _saliency(bench: Subject, w: Tensor, samples: int, seed: int) -> Generator[P
 
 
 def _measure(bench: Subject, pruned: Tensor, lam: float, recalibrate: bool) -> tuple[float, float, float, float, float]:
-    """Return the last five figures of a `ScoreRow`; the weights stay in the model."""
+    """Return the last five values of a `ScoreRow`; the pruned weights stay in the model."""
     sparsity = float((pruned == 0).double().mean())
     if math.isinf(lam):
         return sparsity, math.nan, math.nan, math.nan, math.nan
