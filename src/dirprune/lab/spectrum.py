@@ -1,4 +1,4 @@
-"""The Hessian of a run's training loss, and its leading eigenpairs with visible progress."""
+"""The Hessian of a run's training loss, and its leading eigenpairs with progress reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from dirprune.operators import SymmetricOperator
 
 PRECISIONS = ("float32", "tf32", "bfloat16")
 COMPILED_FROM = 40
-"""Batches of a Hessian that is worth compiling for: it takes a minute, and saves some 30 ms a batch in 50 products."""
+"""Compile Hessian products from this many batches on: it takes a minute, and saves about 30 ms per batch in 50
+products."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,16 @@ class Lanczos:
     """How eigenpairs of a training Hessian are computed: in eval mode, on plain data without augmentation.
 
     Attributes:
-        examples: the size of a fixed stratified part of the training set; None means all of it.
-        batch_size: examples in memory at a time; it changes no result, only speed and memory.
+        examples: the size of a fixed stratified subset of the training set; None means all of it.
+        batch_size: examples in memory at a time; it affects only speed and memory.
         precision: "float32"; "tf32" for convolutions on the tensor cores of a GPU: several times faster, with residuals
-            that stay near 1e-3 of the greatest eigenvalue; or "bfloat16" for Lanczos in mixed precision, faster again,
+            that stay near 1e-3 of the largest eigenvalue; or "bfloat16" for Lanczos in mixed precision, faster again,
             with residuals that stay near 2e-2. These are measured in tf32: bfloat16 would not see its own error.
-        tolerance: what the residuals are held to, relative to the greatest |eigenvalue|.
-        max_iterations: the number of Hessian products to spend on one set of eigenpairs.
-        seed: of the first Lanczos vector.
-        by_loss: of these examples, those from one rank up to another, the greatest loss first: (2, None) leaves the two
-            worst out.
+        tolerance: the largest residual to accept, relative to the largest |eigenvalue|.
+        max_iterations: the maximum number of Hessian products for one set of eigenpairs.
+        seed: seed of the first Lanczos vector.
+        by_loss: keep only examples in this range of loss ranks, largest loss first: (2, None) drops the two with the
+            largest loss.
     """
 
     examples: int | None = None
@@ -75,8 +76,8 @@ class Lanczos:
 class Subject:
     """A network with the Hessian of its training loss, at the weights that were loaded last.
 
-    ``hessian`` is what Lanczos multiplies by, ``judge`` the same matrix in a precision whose residuals can be believed.
-    ``curved`` are the examples that both are means over, ``train`` and ``test`` the whole sets.
+    ``hessian`` is the operator for Lanczos; ``judge`` is the same matrix in a precision that gives reliable residuals.
+    ``curved`` holds the examples in both Hessians, ``train`` and ``test`` the whole sets.
     """
 
     model: nn.Module
@@ -90,7 +91,7 @@ class Subject:
         self.model.load_state_dict(state)
 
     def ranked(self, lanczos: Lanczos, *, what: str) -> Generator[Progress, None, Subject]:
-        """Return the subject with the examples in its Hessian that ``by_loss`` asks for, at the weights it has."""
+        """Return the subject with its Hessian restricted to the examples that ``by_loss`` selects at its weights."""
         if lanczos.by_loss is None:
             return self
         found = yield from losses(self.model, self.curved, tf32=lanczos.precision != "float32", what=what)
@@ -105,9 +106,9 @@ class Subject:
 
 
 def subject(recipe: Recipe, lanczos: Lanczos, *, device: torch.device, root: Path | None = None) -> Subject:
-    """Make the recipe's network and the Hessian of its loss on the data it was trained on.
+    """Build the recipe's network and the Hessian of its loss on its training data.
 
-    Tensor cores like channels_last; plain float32 convolutions run faster in the usual format.
+    Tensor cores are faster with channels_last, plain float32 convolutions with the default format.
     """
     execution = Execution(channels_last=device.type == "cuda" and lanczos.precision != "float32")
     plain = replace(recipe, batch_size=lanczos.batch_size, augment=False, cpu=execution, cuda=execution)
@@ -118,9 +119,9 @@ def subject(recipe: Recipe, lanczos: Lanczos, *, device: torch.device, root: Pat
 
 
 def _operators(model: nn.Module, curved: Loader, lanczos: Lanczos) -> tuple[Guarded, Guarded]:
-    """Return the Hessian on these examples, and the one to judge by.
+    """Return the Hessian on these examples for Lanczos, and the one for the residuals.
 
-    On a GPU products over many batches are compiled; not those that only judge, of which there are few.
+    On a GPU, products over many batches are compiled, except those for the residuals alone, which are few.
     """
     low = torch.bfloat16 if lanczos.precision == "bfloat16" else None
     tensor_cores = lanczos.precision != "float32"
@@ -133,9 +134,9 @@ def _operators(model: nn.Module, curved: Loader, lanczos: Lanczos) -> tuple[Guar
 
 
 def part_of(loader: Loader, examples: int | None) -> Loader:
-    """Return a loader over a fixed part of the examples, the same fraction of every class; None means all.
+    """Return a loader over a fixed subset with the same fraction of every class; None means all examples.
 
-    The number of examples is met up to the rounding in each class.
+    The number of examples is approximate, because it is rounded in each class.
     """
     if examples is None or examples == loader.examples:
         return loader
@@ -149,7 +150,7 @@ def part_of(loader: Loader, examples: int | None) -> Loader:
 
 
 def chosen(loader: Loader, rows: Tensor) -> Loader:
-    """Return a loader over these examples alone."""
+    """Return a loader over only these examples."""
     if isinstance(loader, ImageFolderLoader):
         return replace(loader, images=loader.images.take(rows.cpu()))
     resident = _resident(loader)
@@ -164,7 +165,7 @@ def _resident(loader: Loader) -> ResidentLoader:
 
 
 def losses(model: nn.Module, loader: Loader, *, tf32: bool, what: str) -> Generator[Progress, None, Tensor]:
-    """Yield the progress of computing the loss of every example, in eval mode; return them."""
+    """Yield progress; return the loss of every example, in eval mode."""
     found = []
     for inputs, targets in loader:
         with torch.no_grad(), eval_mode(model), conv_precision(tf32=tf32):
@@ -174,9 +175,9 @@ def losses(model: nn.Module, loader: Loader, *, tf32: bool, what: str) -> Genera
 
 
 class Guarded:
-    """An operator whose products run in a fixed precision, whatever the process allows elsewhere.
+    """An operator whose products run in a fixed precision, independently of the global settings.
 
-    If products of this network cannot be compiled, a warning says so once, and from then on they run uncompiled.
+    If the products cannot be compiled for this network, this warns once and runs them uncompiled from then on.
     """
 
     def __init__(self, op: HessianOperator, tf32: bool) -> None:
@@ -198,14 +199,14 @@ class Guarded:
 
 
 class NotKept(UserWarning):
-    """There is no room for what would save work after a stop."""
+    """Hessian products could not be saved, so an interruption would lose them."""
 
 
 class Journal:
-    """An operator that keeps its products in a folder: Lanczos, begun again, reads them and goes on where it was.
+    """An operator that saves its products in a folder, so that Lanczos can be resumed after an interruption.
 
-    A kept product is believed if its vector was the same, as judged by some of its elements. Products of blocks, which
-    end a computation, are not kept.
+    A saved product is used if its vector was the same, judged by a sample of its elements. Products with blocks, which
+    come at the end of a computation, are not saved.
     """
 
     def __init__(self, op: SymmetricOperator, folder: Path) -> None:
@@ -224,7 +225,7 @@ class Journal:
         return product
 
     def _keep(self, entry: dict[str, Tensor]) -> None:
-        """Save a product; without it, on a full disk, the computation goes on."""
+        """Save a product; if the disk is full, warn and continue without saving."""
         try:
             if self._keeps:
                 checkpoint.save(self._folder, self._count, entry)
@@ -247,9 +248,9 @@ class Journal:
 
 @contextmanager
 def conv_precision(*, tf32: bool) -> Iterator[None]:
-    """Allow or forbid TF32 in CUDA convolutions, and forbid it in matrix products; afterwards all is as it was.
+    """Allow or forbid TF32 in CUDA convolutions, and forbid it in matrix products; restore the settings afterwards.
 
-    One Hessian's products have the same shapes again and again, so that cuDNN's search for the fastest kernels pays.
+    The products of a Hessian repeat the same shapes, so cuDNN's search for the fastest kernels is worthwhile.
     """
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = matmul.allow_tf32
@@ -264,9 +265,9 @@ def conv_precision(*, tf32: bool) -> Iterator[None]:
 def leading_eigenpairs(
     op: SymmetricOperator, k: int, lanczos: Lanczos, *, what: str, judge: SymmetricOperator
 ) -> Generator[Progress, None, tuple[Eigenpairs, float]]:
-    """Yield the progress of `top_eigenpairs`; return the pairs and the greatest residual that counts as converged.
+    """Yield progress; return the leading eigenpairs and the largest residual that counts as converged.
 
-    Eigenvalues and residuals are those of ``judge``: the same matrix, in a precision to believe them in.
+    Eigenvalues and residuals are those of ``judge``: the same matrix in a precision that makes them reliable.
     """
     if k > op.size:
         raise ValueError(f"k={k}: the network has {op.size:,} weights; give at most as many")
