@@ -1,4 +1,4 @@
-"""Figures of the theorem: gRDA beside directional pruning as γ falls, and beside the law of its limit."""
+"""Figures of the theorem: gRDA compared with directional pruning as γ falls, and with its limit law."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LimitPath:
 
 @styled
 def theorem_figure(parts: Mapping[str, Sequence[TheoremRow]]) -> Figure:
-    """Draw distance, direction and zero patterns against γ, a colour a kind of problem."""
+    """Draw distance, direction and zero patterns against γ, one colour per kind of problem."""
     figure, (distance, direction, zeros) = panels(3, columns=3, size=(2.5, 2.6))
     for index, (part, rows) in enumerate(parts.items()):
         gammas = [row.gamma for row in rows]
@@ -68,7 +68,7 @@ def theorem_figure(parts: Mapping[str, Sequence[TheoremRow]]) -> Figure:
 
 @styled
 def limit_figure(rows: Sequence[LimitRow], path: LimitPath) -> Figure:
-    """Draw mean and spread of the accumulator over time beside its limit, and the errors of both against γ."""
+    """Draw mean and spread of the accumulator over time with the limit law, and the errors of both against γ."""
     figure, (means, spreads, errors) = panels(3, columns=3, size=(2.5, 2.6))
     far = path.limit[-1].mean.abs().argsort(descending=True)
     for index, coordinate in enumerate(far[[0, 2, 5]].tolist()):
