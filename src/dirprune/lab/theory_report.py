@@ -1,4 +1,4 @@
-"""The theorem measured on problems small enough to solve exactly: rows as they come, then a table and figures."""
+"""Measure the theorem on problems small enough to solve exactly: yield rows, then write a table and figures."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ HEADERS = {
     "mean_noise": "noise of mean",
     "spread_noise": "noise of spread",
 }
-"""The fields of `TheoremRow` and `LimitRow` as the columns of a table."""
+"""Column headers for the fields of `TheoremRow` and `LimitRow`."""
 SPARE = ("last sign change", "their lag", "their cosine with flat", "c", "μ")
-"""The columns that a narrow terminal goes without, the first of them first."""
+"""Columns that are dropped on a narrow terminal, in this order."""
 PATH_TIMES = (0.06, 0.12, 0.24, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one part of the study found at one learning rate."""
+    """The result of one part of the study at one learning rate."""
 
     part: str
     row: TheoremRow | LimitRow
@@ -60,7 +60,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Value:
-    """One line of theory.csv: a quantity of a `TheoremRow` or `LimitRow`, and what made it."""
+    """One line of theory.csv: a quantity of a `TheoremRow` or `LimitRow`, with seed, command, commit and hardware."""
 
     part: str
     gamma: float
@@ -74,15 +74,15 @@ class Value:
 
 
 FINDINGS = 2 * len(GAMMAS) + len(LIMIT_GAMMAS)
-"""How many `study` comes to."""
+"""The number of findings that `study` yields."""
 
 
 def report(
     out: Path, *, figures: Path | None = None, problems: int = 20, runs: int = 4000, seed: int = 0
 ) -> Iterator[Finding]:
-    """Yield what `study` finds; then write theory.csv to ``out``, and theory-*.png to ``figures`` (else ``out``)."""
+    """Yield the findings of `study`; then write theory.csv to ``out``, and theory-*.png to ``figures`` or ``out``."""
     for folder in (out, figures or out):
-        folder.mkdir(parents=True, exist_ok=True)  # what cannot be written is told before the work
+        folder.mkdir(parents=True, exist_ok=True)  # fail before the work if it cannot be written
     findings: list[Finding] = []
     for event in study(problems=problems, runs=runs, seed=seed):
         if isinstance(event, LimitPath):
@@ -118,8 +118,8 @@ def study(*, problems: int = 20, runs: int = 4000, seed: int = 0) -> Iterator[Fi
     """Yield the three parts of the study, row by row: least squares, the limit law, a network with its exact Hessian.
 
     Args:
-        problems: random problems of each kind that a row is the mean of.
-        runs: runs of gRDA that the limit law is held against.
+        problems: number of random problems of each kind; a row is a mean over them.
+        runs: number of simulated gRDA runs with which the limit law is compared.
     """
     for row in theorem_rows(least_squares(problems, seed=seed), GAMMAS, seed=seed):
         yield Finding(LEAST_SQUARES, row)
@@ -133,5 +133,5 @@ def study(*, problems: int = 20, runs: int = 4000, seed: int = 0) -> Iterator[Fi
 
 
 def noisy_problem(seed: int) -> LeastSquares:
-    """Draw a problem that cannot be interpolated, so that SGD's noise never dies; 4 of 10 directions are flat."""
+    """Draw a problem that cannot be interpolated, so that SGD's noise does not vanish; 4 of 10 directions are flat."""
     return least_squares(1, dimension=10, examples=40, rank=6, noise=1.0, seed=seed)
