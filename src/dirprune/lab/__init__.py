@@ -1,1 +1,1 @@
-"""Train, compare and draw: everything that may use the ecosystem."""
+"""The lab: train, compare and draw. It may use packages other than torch."""
