@@ -1,7 +1,7 @@
-"""Figures from numbers: every figure of the lab in one style, made of a few building blocks.
+"""Building blocks for the figures of the lab, in a common style.
 
-Figures are plain `matplotlib.figure.Figure` objects and never pass through pyplot, so that no backend is chosen, no
-window opens and nothing global changes. `save` writes one; the suffix of the path chooses the format.
+Figures are plain `matplotlib.figure.Figure` objects, made without pyplot, so that no backend is chosen, no window
+opens and no global state changes. `save` writes a figure in the format of the path's suffix.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from dirprune.lab.train import EpochRecord
 from dirprune.zeros import LayerSparsity, SparsityReport
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-"""The colours of Okabe & Ito, which colour-blind readers can tell apart; without yellow, too faint for a line."""
+"""The colours of Okabe & Ito, which colour-blind readers can distinguish; without yellow, too faint for a line."""
 
 GREY = "#707070"
-"""Of what is no setting: a reference line, a method without a colour of its own."""
+"""The colour of reference lines, and of methods without their own colour."""
 
 PANEL = (3.4, 2.5)
 """Width and height of one panel in inches: two fill a printed page."""
@@ -54,20 +54,20 @@ STYLE: dict[Any, Any] = {
     "savefig.dpi": 200,
 }
 styled = matplotlib.rc_context(STYLE)
-"""Decorates what draws. `save` has it too, because matplotlib makes the ticks as late as that."""
+"""Decorator for functions that draw. `save` needs it too, because matplotlib creates the ticks only then."""
 
 _LINE_STYLES = ("-", ":", "-.")  # dashes are for published curves
 _TINTS = ("#FFFFFF", "#EEEEEE", "#D8D8D8", "#F3EBDB", "#E0EAF1")
-_LEGEND_CHARACTERS = 100  # that fit in a line of the legend of a figure two panels wide
+_LEGEND_CHARACTERS = 100  # number that fits in a legend line of a figure two panels wide
 
 Array = NDArray[np.float64]
 Curve = tuple[Sequence[float] | Array, Sequence[float] | Array]
-"""The x and the y of a line."""
+"""The x and y values of a line."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A field of `EpochRecord` and how to draw it; an axis ``from_zero`` starts there, another shows what matters."""
+    """A field of `EpochRecord` and how to draw it. If ``from_zero``, the axis starts at 0, else near the values."""
 
     field: str
     label: str
@@ -82,7 +82,7 @@ TEST_LOSS = Quantity("test_loss", "test loss", log=True)
 SPARSITY = Quantity("sparsity", "sparsity (% of all parameters)", scale=100, from_zero=True)
 
 Runs = Mapping[str, Sequence[Sequence[EpochRecord]]]
-"""For each setting, by its label, the records of each of its seeds."""
+"""Label of a setting → the records of each of its seeds."""
 
 
 @styled
@@ -107,12 +107,12 @@ def panels(count: int, *, columns: int = 2, size: tuple[float, float] = PANEL) -
 
 
 def colour(index: int) -> str:
-    """Return the colour of the setting number ``index``; past the palette they begin again."""
+    """Return the colour of setting number ``index``; the palette repeats."""
     return PALETTE[index % len(PALETTE)]
 
 
 def places(labels: Collection[str]) -> list[int]:
-    """Return the numbers by which settings are coloured: 0 is SGD's, or nobody's, so that gRDA never has its colour.
+    """Return the colour indices of settings. 0 is reserved for SGD, so that gRDA never has its colour.
 
     >>> places(["gRDA c=0.01 μ=0.7", "SGD"]), places(["gRDA c=0.01 μ=0.7"]), places(["digits: SGD", "vgg16: SGD"])
     ([1, 0], [1], [0, 1])
@@ -123,7 +123,7 @@ def places(labels: Collection[str]) -> list[int]:
 
 
 def line_style(index: int) -> str:
-    """Return the line style of the setting number ``index``: another one each time the colours begin again."""
+    """Return the line style of setting number ``index``; it changes each time the colours repeat."""
     return _LINE_STYLES[index // len(PALETTE) % len(_LINE_STYLES)]
 
 
@@ -131,7 +131,7 @@ def mean_and_std(curves: Sequence[Curve]) -> tuple[Array, Array, Array | None]:
     """Return x, mean and standard deviation (n − 1 in the denominator) over curves, where all of them are known.
 
     Returns:
-        The x that all curves have, in increasing order, the mean there, and the deviation; None for a single curve.
+        The x values that all curves share, in increasing order; the mean; the deviation, or None for a single curve.
 
     Example:
         >>> x, mean, std = mean_and_std([([1, 2, 3], [1.0, 2.0, 3.0]), ([2, 3], [4.0, 3.0])])
@@ -148,34 +148,34 @@ def mean_and_std(curves: Sequence[Curve]) -> tuple[Array, Array, Array | None]:
 
 @styled
 def draw_spread(axes: Axes, curves: Sequence[Curve], *, label: str, index: int = 0) -> None:
-    """Draw one setting: a thin line a seed, their mean, and a band of one standard deviation either side.
+    """Draw one setting: a thin line per seed, their mean, and a band of one standard deviation on either side.
 
-    A single curve is drawn as it is, without a band: one run has no spread.
+    A single curve is drawn without a band.
 
     Args:
         axes: where to draw.
-        curves: one a seed; the mean covers the x that all have, so an unfinished seed does not bend it.
-        label: of the setting, in the legend.
-        index: of the setting; decides colour and line style.
+        curves: one per seed; the mean covers the x values that all share, so an unfinished seed does not distort it.
+        label: the label of the setting in the legend.
+        index: the number of the setting, which decides colour and line style.
     """
     x, mean, std = mean_and_std(curves)
     if std is not None:
         for curve in curves:
             axes.plot(*curve, color=colour(index), linewidth=0.5, alpha=0.5)
         axes.fill_between(x, mean - std, mean + std, color=colour(index), alpha=0.18, linewidth=0)
-    # A single point makes no line.
+    # A single point needs a marker to be visible.
     marker = "o" if len(x) == 1 else ""
     axes.plot(x, mean, color=colour(index), linestyle=line_style(index), marker=marker, markersize=3, label=label)
 
 
 @styled
 def draw_published(axes: Axes, curve: Curve, *, label: str, index: int = 0) -> None:
-    """Draw a published curve, dashed, in the colour of the setting ``index`` that it is to be compared with."""
+    """Draw a published curve, dashed, in the colour of setting ``index`` with which it is compared."""
     axes.plot(*curve, color=colour(index), linestyle=(0, (4, 2)), linewidth=1.0, label=label)
 
 
 def mark_epochs(axes: Axes) -> None:
-    """Make x an axis of epochs, which are whole numbers, also where there is one alone."""
+    """Label x as epochs, with integer ticks, even if there is only one epoch."""
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
     first, last = axes.dataLim.intervalx
@@ -184,10 +184,10 @@ def mark_epochs(axes: Axes) -> None:
 
 
 def scale_log(axes: Axes, low: float, high: float) -> None:
-    """Make y logarithmic, from a little below ``low`` to a little above ``high``, with plain numbers on it."""
+    """Make y logarithmic, from slightly below ``low`` to slightly above ``high``, with plain numbers as tick labels."""
     margin = max((high / low) ** 0.05, 1.05)
     axes.set(yscale="log", ylim=(low / margin, high * margin))
-    every = {10.0: (1, 1.5, 2, 3, 4, 6, 8), 100.0: (1, 2, 5), math.inf: (1,)}  # of a decade, by the span of the axis
+    every = {10.0: (1, 1.5, 2, 3, 4, 6, 8), 100.0: (1, 2, 5), math.inf: (1,)}  # ticks of a decade, by the axis span
     axes.yaxis.set_major_locator(LogLocator(subs=next(subs for span, subs in every.items() if high / low < span)))
     axes.yaxis.set_major_formatter("{x:g}")  # 0.01, not 10⁻²
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -195,11 +195,11 @@ def scale_log(axes: Axes, low: float, high: float) -> None:
 
 @styled
 def add_legend(figure: Figure) -> None:
-    """Put one legend above all panels, with each of their labels once."""
+    """Add one legend above all panels, with each label once."""
     entries = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    lengths = [len(label) + 8 for label in entries]  # the sample of the line takes the room of some letters
+    lengths = [len(label) + 8 for label in entries]  # the line sample takes about eight characters
     room = _LEGEND_CHARACTERS * figure.get_figwidth() / (2 * PANEL[0])
     columns = len(entries) if sum(lengths) <= room else max(1, min(len(entries), int(room / max(lengths))))
     figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=columns)
@@ -207,14 +207,14 @@ def add_legend(figure: Figure) -> None:
 
 @styled
 def trajectories(runs: Runs, quantities: Sequence[Quantity]) -> Figure:
-    """Draw quantities over epochs, one panel each: a colour a setting, thin lines for seeds, mean ± std.
+    """Draw quantities over epochs, one panel each: a colour per setting, thin lines for seeds, mean ± std.
 
     Args:
         runs: label → seeds → records; seeds without a record are left out.
         quantities: what to draw, e.g. ``(TEST_ACCURACY, SPARSITY)``.
 
     Raises:
-        ValueError: there is no record at all.
+        ValueError: there are no records.
     """
     started = {label: [seed for seed in seeds if seed] for label, seeds in runs.items()}
     if not any(started.values()):
@@ -235,7 +235,7 @@ def trajectories(runs: Runs, quantities: Sequence[Quantity]) -> Figure:
 def training_curves(runs: Runs, tested_on: str = "test") -> Figure:
     """Draw test accuracy, sparsity, train loss and test loss over epochs; see `trajectories`.
 
-    ``tested_on`` names what was held out for the test, where that is not the test set.
+    ``tested_on`` names the data that were evaluated, if not the test set.
     """
     accuracy, loss = (replace(q, label=q.label.replace("test", tested_on)) for q in (TEST_ACCURACY, TEST_LOSS))
     return trajectories(runs, (accuracy, SPARSITY, TRAIN_LOSS, loss))
@@ -248,13 +248,12 @@ def accuracy_and_sparsity(runs: Runs) -> Figure:
 
 @styled
 def layerwise_sparsity(reports: Mapping[str, Sequence[SparsityReport]]) -> Figure:
-    """Draw the sparsity of every weight, in network order from the top: a bar a setting, the mean ± std of its seeds.
+    """Draw the sparsity of every weight, in network order from the top: a bar per setting, mean ± std over its seeds.
 
-    Weights are the tensors of two dimensions or more. Beside its name stands the kind of the layer, which also tints
-    its row.
+    Weights are tensors of two dimensions or more. The kind of the layer is shown next to its name and tints its row.
 
     Args:
-        reports: label → one `SparsityReport` a seed, all of one network.
+        reports: label → one `SparsityReport` per seed, all of one network.
 
     Raises:
         ValueError: there is no report or no weight, or the networks differ.
@@ -262,7 +261,7 @@ def layerwise_sparsity(reports: Mapping[str, Sequence[SparsityReport]]) -> Figur
     weights = {label: [[w for w in seed.layers if w.is_weight] for seed in seeds] for label, seeds in reports.items()}
     layers = _shared_layers([seed for seeds in weights.values() for seed in seeds])
     kinds = [kind(layer) for layer in layers]
-    row_height = max(0.145, 0.03 + 0.045 * len(weights))  # room for a name, and for a bar a setting
+    row_height = max(0.145, 0.03 + 0.045 * len(weights))  # room for a name and one bar per setting
     figure, [axes] = panels(1, size=(2 * PANEL[0], 0.9 + row_height * len(layers) + 0.17 * len(weights)))
     rows = np.arange(len(layers), dtype=np.float64)
     tints = {name: _TINTS[i % len(_TINTS)] for i, name in enumerate(dict.fromkeys(kinds))}
@@ -292,7 +291,7 @@ def layerwise_sparsity(reports: Mapping[str, Sequence[SparsityReport]]) -> Figur
 
 
 def kind(layer: LayerSparsity) -> str:
-    """Return what a weight belongs to, read off its shape: "linear", "conv 3×3", "conv 1×1", …"""
+    """Return the kind of a weight's layer, based on its shape: "linear", "conv 3×3", "conv 1×1", …"""
     return "linear" if len(layer.shape) == 2 else "conv " + "×".join(map(str, layer.shape[2:]))
 
 
@@ -301,7 +300,7 @@ def _curve(records: Sequence[EpochRecord], quantity: Quantity) -> Curve:
 
 
 def _fit(axes: Axes, quantity: Quantity) -> None:
-    """Set y's scale and limits by the lines: no band may stretch a log axis, nor the first epochs hide the others."""
+    """Set the scale and limits of y by the lines, so that neither bands nor the first epochs stretch the axis."""
     lines = [np.asarray(line.get_xydata(), dtype=np.float64) for line in axes.get_lines()]
     points = np.concatenate(lines)
     points = points[np.isfinite(points).all(axis=1)]
@@ -309,7 +308,7 @@ def _fit(axes: Axes, quantity: Quantity) -> None:
         points = points[points[:, 1] > 0]
     elif not quantity.from_zero:
         points = points[points[:, 0] > 0.05 * points[:, 0].max(initial=0)]
-    if not len(points):  # nothing that this axis could show
+    if not len(points):  # nothing to show on this axis
         return
     low, high = float(points[:, 1].min()), float(points[:, 1].max())
     if quantity.log:
@@ -321,7 +320,7 @@ def _fit(axes: Axes, quantity: Quantity) -> None:
 
 
 def _shared_layers(seeds: Sequence[Sequence[LayerSparsity]]) -> Sequence[LayerSparsity]:
-    """Return the layers of all these networks, which must be the same ones."""
+    """Return the layers of these networks; raise unless all have the same ones."""
     if not seeds or not seeds[0]:
         raise ValueError("reports holds no weight; give at least one report of a network with weights")
     first = [layer.name for layer in seeds[0]]
