@@ -1,6 +1,6 @@
 """Figures of a comparison of pruning methods: accuracy against sparsity, and sparsity layer by layer (Figure 4).
 
-A method has the same colour in every figure; settings of one method differ in the style of their lines.
+A method has the same colour in every figure; settings of one method differ in their line style.
 """
 
 from __future__ import annotations
@@ -29,33 +29,32 @@ _METHODS = {
     "str": (plots.colour(5), "v"),
     "sgd": (plots.colour(6), "X"),
     "dense": (plots.colour(6), "X"),
-    "rda": ("#882255", "p"),  # wine: dark beside the light colours, red beside the dark ones
+    "rda": ("#882255", "p"),  # wine, which differs from both the light and the dark colours
     "random": ("#A0A0A0", "x"),
 }
 _OTHER_METHOD = (GREY, "*")
 _KINDS = {STEM: "D", "conv 3×3": "s", "conv 1×1": "o", SHORTCUT: "^", "linear": "P"}
-_OPEN = {"conv 1×1"}  # circles and squares of this size look alike, unless one is open
+_OPEN = {"conv 1×1"}  # at this size, filled circles look like squares
 _OTHER_KINDS = "v<>Xp*hd"
 _TICKS = (0, 50, 70, 80, 90, 95, 98, 99, 99.5, 99.8, 99.9, 99.95, 99.98, 99.99)
 OF_WEIGHTS = "sparsity of the weights"
-_FAR = 20.0  # points of accuracy between the best and the worst that hide what distinguishes the good ones
-_SIDE = 0.03  # between error bars side by side, in log(1 − sparsity)
-_NEAR = 10.0  # points below the best that the closer panel shows
+_FAR = 20.0  # a larger range of accuracies gets a second panel for the best
+_SIDE = 0.03  # distance of error bars side by side, in log(1 − sparsity)
+_NEAR = 10.0  # points below the best that the second panel shows
 
 
 @plots.styled
 def tradeoff(curves: Sequence[Curve], *, title: str = "", counted: str = OF_WEIGHTS) -> Figure:
-    """Draw accuracy against sparsity: a line a method, error bars where a spread is known (Figure 4, left).
+    """Draw accuracy against sparsity: a line per method, error bars where a spread is known (Figure 4, left).
 
-    The axis of sparsity is logarithmic in what is left, 1 − sparsity, so that 90, 95 and 98 % stand apart. A dense
-    network is a horizontal line. Where accuracies lie far apart, a second panel shows the best of them closely. Points
-    too far `APART` to say anything of what lies between them are not joined. Error bars that would cover each other
-    stand side by side.
+    The sparsity axis is logarithmic in 1 − sparsity, which separates 90, 95 and 98 %. A dense network is a horizontal
+    line. If accuracies differ a lot, a second panel zooms in on the best. Points too far `APART` to be interpolated are
+    not joined. Error bars that would overlap are drawn side by side.
 
     Args:
-        curves: at least one, with different labels; earlier ones lie on top.
-        title: above the panels.
-        counted: what the sparsity is.
+        curves: at least one, with different labels; earlier ones are drawn on top.
+        title: printed above the panels.
+        counted: the label of the sparsity axis.
 
     Example:
         >>> figure = tradeoff([Curve("gRDA", [0.9, 0.95], [93.6, 93.5]), Curve("dense", [0], [93.7])])
@@ -83,14 +82,14 @@ def tradeoff(curves: Sequence[Curve], *, title: str = "", counted: str = OF_WEIG
 
 @plots.styled
 def layerwise(layers: Sequence[LayerBar], *, title: str = "") -> Figure:
-    """Draw the sparsity of every layer in network order, a strip a method (Figure 4, right).
+    """Draw the sparsity of every layer in network order, one strip per method (Figure 4, right).
 
-    The shape of a marker tells the kind of its layer. Pale lines behind are the other methods. Where layers are nearly
-    empty the axis is logarithmic in what is left, so that 97 and 99.9 % stand apart; what is emptier lies on its top.
+    The shape of a marker shows the kind of its layer. The pale lines are the other methods. If layers are nearly empty,
+    the axis is logarithmic in 1 − sparsity, which separates 97 and 99.9 %; sparser layers are drawn at its top.
 
     Args:
-        layers: in network order; the same ones for every method.
-        title: above the strips.
+        layers: in network order; the same layers for every method.
+        title: printed above the strips.
     """
     by_method: dict[str, list[LayerBar]] = {}
     for bar in layers:
@@ -109,12 +108,12 @@ def layerwise(layers: Sequence[LayerBar], *, title: str = "") -> Figure:
         axes.tick_params(axis="x", length=0)
     every[-1].set_xticks(range(len(names)), names, rotation=90, fontsize=6 if len(names) < 60 else 4)
     figure.supylabel("sparsity (%)", fontsize=plots.STYLE["axes.labelsize"])
-    _add_legend(figure, title, colour=GREY)  # one shape stands for a kind of layer in every colour
+    _add_legend(figure, title, colour=GREY)  # grey, because a shape means the same in every colour
     return figure
 
 
 def layer_bars(method: str, report: SparsityReport) -> list[LayerBar]:
-    """Return what `layerwise` draws of a network's sparsity: its weights with their kinds.
+    """Return the weights of a network's sparsity report with their kinds, for `layerwise`.
 
     >>> import torch
     >>> from dirprune import sparsity
@@ -133,7 +132,7 @@ def layer_bars(method: str, report: SparsityReport) -> list[LayerBar]:
 
 
 def method_of(label: str) -> str | None:
-    """Return the method that a label begins with, in lower case; None for one without a colour of its own.
+    """Return the method that a label begins with, in lower case; None for a method without its own colour.
 
     >>> method_of("Variational-dropout, log α > 3"), method_of("gRDA c = 0.005"), method_of("mine")
     ('variational dropout', 'grda', None)
@@ -143,7 +142,7 @@ def method_of(label: str) -> str | None:
 
 
 def _side_by_side(curves: Sequence[Curve]) -> list[Curve]:
-    """Return the curves with those points moved a little, by what is left, whose error bars share a sparsity."""
+    """Return the curves with points moved slightly apart in log(1 − sparsity) if their error bars overlap."""
     places: defaultdict[int, list[int]] = defaultdict(list)
 
     def sharing_with(sparsity: float) -> list[int]:
@@ -158,7 +157,7 @@ def _side_by_side(curves: Sequence[Curve]) -> list[Curve]:
         sharing = sharing_with(sparsity)
         place = sharing.index(i) - (len(sharing) - 1) / 2 if i in sharing else 0.0
         aside = 1 - (1 - sparsity) * np.exp(-_SIDE * place)
-        return float(max(aside, sparsity / 2))  # nothing is less than dense
+        return float(max(aside, sparsity / 2))  # keep the sparsity positive
 
     return [replace(curve, sparsity=[moved(i, s) for s in curve.sparsity]) for i, curve in enumerate(curves)]
 
@@ -170,7 +169,7 @@ def _style(label: str) -> tuple[str, str]:
 
 
 def _variants(labels: Iterable[str]) -> list[int]:
-    """Return of each label how many before it belong to the same method."""
+    """Return for each label how many earlier labels belong to the same method."""
     methods = [method_of(label) for label in labels]
     return [methods[:i].count(name) for i, name in enumerate(methods)]
 
@@ -206,9 +205,9 @@ def _draw_curve(axes: Axes, curve: Curve, variant: int, zorder: float) -> None:
 
 
 def _draw_strip(axes: Axes, label: str, bars: Sequence[LayerBar], values: Array, markers: Mapping[str, str]) -> None:
-    """Draw one method's line through all layers, and on it the marks of their kinds."""
+    """Draw one method's line through all layers, with markers for their kinds."""
     shade, _ = _style(label)
-    axes.plot(values, color=shade, linewidth=0.9, label="_" + label)  # the title names it, so the legend need not
+    axes.plot(values, color=shade, linewidth=0.9, label="_" + label)  # the title names it, so the legend leaves it out
     for kind, marker in markers.items():
         own = [i for i, bar in enumerate(bars) if bar.kind == kind]
         face = "white" if kind in _OPEN else "auto"
@@ -217,7 +216,7 @@ def _draw_strip(axes: Axes, label: str, bars: Sequence[LayerBar], values: Array,
 
 
 def _fit(axes: Axes, curves: Sequence[Curve], floor: float) -> None:
-    """Set the axes by the points at ``floor`` or above and their error bars; a dense network counts by its height."""
+    """Fit the axes to points at or above ``floor`` and their error bars; a dense network affects only y."""
     heights: list[float] = []
     pruned: list[float] = []
     for curve in curves:
@@ -232,7 +231,7 @@ def _fit(axes: Axes, curves: Sequence[Curve], floor: float) -> None:
 
 
 def _scale_sparsity(axes: Axes, low: float, high: float) -> None:
-    """Make x logarithmic in what is left, where that tells sparsities from ``low`` to ``high`` percent apart."""
+    """Make x logarithmic in 1 − sparsity if at least three ticks lie between ``low`` and ``high`` percent."""
     if high == 100 or sum(low <= tick <= high for tick in _TICKS) < 3:
         margin = max(0.05 * (high - low), 2.0)
         axes.set_xlim(low - margin, high + margin)
@@ -248,13 +247,13 @@ def _scale_sparsity(axes: Axes, low: float, high: float) -> None:
 
 
 def _range(values: Array) -> tuple[int, float]:
-    """Return where the axis of a strip begins, 0 or 50%, and ends: below 100% where a layer is emptier than 97%."""
+    """Return the limits of a strip's axis: 0 or 50%, and 100% or less if a layer is sparser than 97%."""
     emptiest = max(values[values < 100], default=0.0)
     return 50 if min(values) >= 50 else 0, 100 if emptiest <= 97 else 99.0 if emptiest <= 99 else 99.9
 
 
 def _scale_strip(axes: Axes, floor: int, top: float) -> None:
-    """Set the range of y, which is logarithmic in what is left if it ends below 100%."""
+    """Set the limits of y, which is logarithmic in 1 − sparsity if they end below 100%."""
     ticks = [floor, (floor + 100) // 2, 100] if top == 100 else [t for t in (floor, 90.0, 99.0, 99.9) if t <= top]
     if top < 100:
         axes.set_yscale("function", functions=(_from_percent, _to_percent))
@@ -264,13 +263,13 @@ def _scale_strip(axes: Axes, floor: int, top: float) -> None:
 
 
 def _spread(curve: Curve) -> Array:
-    """Return half the length of every error bar, 0 where it is not known."""
+    """Return half the length of every error bar, 0 if it is not known."""
     known = np.zeros(len(curve.accuracy)) if curve.spread is None else np.asarray(curve.spread, dtype=np.float64)
     return np.where(np.isfinite(known), known, 0.0)
 
 
 def _from_percent(sparsity: Array) -> Array:
-    # The axis ends where nothing is left: its transform must be finite beyond what is drawn.
+    # The transform must be finite beyond what is drawn, also at 100%.
     return -np.log(np.maximum(100 - np.asarray(sparsity), 1e-9))
 
 
@@ -290,7 +289,7 @@ def _markers(layers: Sequence[LayerBar]) -> dict[str, str]:
 
 
 def _add_legend(figure: Figure, title: str, *, colour: str | None = None) -> None:
-    """Put the legend above all, headed by the title, which it would overlap otherwise."""
+    """Add the legend above all panels, with the title as its heading, because the two would overlap otherwise."""
     plots.add_legend(figure)
     [legend] = figure.legends
     legend.set_title(title)
@@ -308,7 +307,7 @@ def _check_labels(curves: Sequence[Curve]) -> None:
 
 
 def _shared_names(by_method: dict[str, list[LayerBar]]) -> list[str]:
-    """Return the names of the layers, which must be the same under every method."""
+    """Return the names of the layers; raise unless they are the same for every method."""
     if not by_method:
         raise ValueError("layers is empty; give at least one LayerBar")
     every = {label: [bar.layer for bar in bars] for label, bars in by_method.items()}
