@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Each does all of its own set-up and is quick the second time.
+# Start with `make demo` or `make test`. Both do all set-up themselves, and are quick the second time.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -28,7 +28,7 @@ format: $(READY)
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
 
-# The stamp is made last, so that an interrupted install is taken up again.
+# The stamp is written last, so that an interrupted install is repeated.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[lab,dev]'
