@@ -231,7 +231,7 @@ def test_figures_are_written_in_the_format_of_the_path(tmp_path: Path) -> None:
     [
         ({"accuracy": [90.0]}, "have 3, 1 and 3 values"),
         ({"spread": [0.1]}, "have 3, 3 and 1 values"),
-        ({"sparsity": [0.9, 0.95, 98]}, r"sparsity=98 of 'gRDA' is no fraction"),
+        ({"sparsity": [0.9, 0.95, 98]}, r"sparsity=98 of 'gRDA' is not a fraction"),
         ({"accuracy": [0.9, math.nan, 0.9]}, r"accuracy=nan of 'gRDA'"),
         ({"spread": [0.1, -0.2, 0.1]}, r"spread=-0.2 of 'gRDA'"),
     ],
@@ -252,7 +252,7 @@ def test_figures_say_what_is_wrong_with_their_input() -> None:
         layerwise(bars("gRDA", "rigl")[:-1])
     with pytest.raises(ValueError, match="a layer of 'gRDA' twice"):
         layerwise(bars("gRDA", "gRDA"))
-    with pytest.raises(ValueError, match="sparsity=90 of 'fc' is no fraction"):
+    with pytest.raises(ValueError, match="sparsity=90 of 'fc' is not a fraction"):
         LayerBar("gRDA", "fc", "linear", 90)
 
 

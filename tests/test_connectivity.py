@@ -430,7 +430,7 @@ def test_another_job_and_other_files_are_never_overwritten(
         start(pair[1], pair[0], out)
     assert "weights_" not in str(refusal.value)  # hashes tell nobody anything
     for other in (pair[0], out / "figures"):
-        with pytest.raises(runs.RunExists, match="is no job"):
+        with pytest.raises(runs.RunExists, match="is not a job"):
             start(*pair, other)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 

@@ -316,5 +316,5 @@ def _shared_names(by_method: dict[str, list[LayerBar]]) -> list[str]:
         if others != names:
             raise ValueError(f"layers of {label!r} and {first!r} differ; draw one figure for each network")
     if len(set(names)) < len(names):
-        raise ValueError(f"layers holds a layer of {first!r} twice; give one setting a method, or name the settings")
+        raise ValueError(f"layers holds a layer of {first!r} twice; give one setting per method, or name them")
     return names

@@ -73,7 +73,7 @@ class Options:
         checks = [
             (self.epochs >= 1, "epochs", "fit for at least one epoch"),
             (self.points >= 2, "points", "a profile needs at least its two endpoints"),
-            (self.grid >= 2, "grid", "give at least 2 points a side"),
+            (self.grid >= 2, "grid", "give at least 2 points per side"),
             (0 <= self.margin < math.inf, "margin", "give a number ≥ 0, e.g. 0.2"),
             (0 < self.lr < math.inf, "lr", "give a positive number, e.g. 0.1"),
             (0 <= self.momentum < 1, "momentum", "give a number in [0, 1)"),
@@ -261,8 +261,8 @@ def _fit(job: _Job) -> Iterator[Progress]:
     rows = [row for row in read_rows(table, FitRecord) if row.epoch <= done]
     if done and done not in (row.epoch for row in rows):
         warnings.warn(
-            f"{table} lacks epoch {done}, of which the newest checkpoint is; the fit continues from there without the "
-            "records that are lost",
+            f"{table} lacks epoch {done}, the epoch of the newest checkpoint; the fit continues from there without the "
+            "lost records",
             experiment.LostRecords,
             stacklevel=2,
         )

@@ -72,7 +72,7 @@ def claim(out: Path, config: dict[str, Any]) -> None:
     found = read_json(path, dict, "give another --out, or delete the folder") if path.is_file() else {}
     if "weights_a" not in found:  # a training run has a config.json too
         if taken(out, path.name):
-            raise RunExists(f"{out} exists, is no job of `dirprune connect` and is not touched; give another --out")
+            raise RunExists(f"{out} exists and is not a job of `dirprune connect`; give another --out")
         out.mkdir(parents=True, exist_ok=True)
         write_json(path, config)
         return

@@ -122,8 +122,8 @@ class Recipe:
         known = {f.name for f in fields(Recipe)}
         if strange := [f"{name}={value!r}" for name, value in values.items() if name not in known]:
             raise ValueError(
-                f"{', '.join(strange)}: this version of dirprune knows no such field of a recipe; remove it, or use "
-                "the version that wrote it"
+                f"{', '.join(strange)}: this version of dirprune has no such recipe field; remove it, or use the "
+                "version that wrote it"
             )
         made = dict(values)
         made["schedule"] = Schedule(**{**values["schedule"], "after": tuple(values["schedule"]["after"])})

@@ -168,9 +168,9 @@ def settle(
     if path.exists() and _holds_more(folder):
         noted = read_json(path, dict, remedy)
         if not (isinstance(noted.get("settings"), dict) and isinstance(noted.get("sessions"), list)):
-            raise ValueError(f"{path} does not tell how the rows beside it were measured; {remedy}")
+            raise ValueError(f"{path} does not say how the rows beside it were measured; {remedy}")
     elif (folder / table).exists():
-        raise ValueError(f"{path} is gone, which tells how the rows of {table} were measured; {remedy}")
+        raise ValueError(f"{path} is gone, which says how the rows of {table} were measured; {remedy}")
     differing = [key for key in wanted if noted["settings"].get(key) != wanted[key]]
     if differing:
         there = ", ".join(f"{key}={noted['settings'].get(key)}" for key in differing)

@@ -57,10 +57,10 @@ class Curve:
         if not len(self.sparsity) == len(self.accuracy) == len(spread):
             raise ValueError(
                 f"sparsity, accuracy and spread of {self.label!r} have {len(self.sparsity)}, {len(self.accuracy)} and "
-                f"{len(spread)} values; give one of each a point"
+                f"{len(spread)} values; give one of each per point"
             )
         if wrong := [value for value in self.sparsity if not 0 <= value <= 1]:
-            raise ValueError(f"sparsity={wrong[0]} of {self.label!r} is no fraction; give 0.9 for 90 %")
+            raise ValueError(f"sparsity={wrong[0]} of {self.label!r} is not a fraction; give 0.9 for 90 %")
         if wrong := [value for value in self.accuracy if not 0 <= value <= 100]:
             raise ValueError(f"accuracy={wrong[0]} of {self.label!r} must lie in 0 ... 100; leave out runs without one")
         if wrong := [value for value in spread if value < 0]:
@@ -86,4 +86,4 @@ class LayerBar:
 
     def __post_init__(self) -> None:
         if not 0 <= self.sparsity <= 1:
-            raise ValueError(f"sparsity={self.sparsity} of {self.layer!r} is no fraction; give 0.9 for 90 %")
+            raise ValueError(f"sparsity={self.sparsity} of {self.layer!r} is not a fraction; give 0.9 for 90 %")
