@@ -1,4 +1,4 @@
-"""What every test needs: one thread, so that sums are added in one order and two workers share two cores."""
+"""Fixtures for all tests: one thread, so that sums have a fixed order and two workers can share two cores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _seeded() -> None:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """As on a user's machine, where a test is about that."""
+    """Use two threads, as on a user's machine, for tests that depend on it."""
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
