@@ -1,4 +1,4 @@
-"""Slow, obviously right versions of what the library computes fast."""
+"""Slow, obviously correct versions of what the library computes fast."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def grda(
     weight_decay: float = 0.0,
     maximize: bool = False,
 ) -> list[float]:
-    """The weights after one gRDA step a row of ``gradients``, coordinate by coordinate, in Python floats."""
+    """Return the weights after one gRDA step per row of ``gradients``, coordinate by coordinate, in Python floats."""
     taus = thresholds(rates, c, mu, momentum)
     weights = []
     for j, w in enumerate(start):
