@@ -1,4 +1,4 @@
-"""The rules of the layout, read off the imports."""
+"""Check the rules of the code's layout by reading its imports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "dirprune"
 MODULES = sorted(path.relative_to(SOURCE).with_suffix("") for path in SOURCE.rglob("*.py"))
 
-# What each module of the library may import of the library; a module that is not listed may import none of it.
+# The library modules that each library module may import; a module that is not listed may import none.
 LIBRARY = {
     "state": {"options"},
     "_fused": {"graphs", "state"},
@@ -25,7 +25,7 @@ LIBRARY = {
     "theory": {"curvature", "direction", "operators", "weights"},
     "limit_law": {"theory"},
 }
-# The floors of the lab, upper first: a module imports from lower floors or from its own.
+# The levels of the lab, top first: a module may import from its own level and from lower ones.
 LAB_FLOORS = [
     {"cli", "cli_research", "cli_compare", "cli_reproduce"},
     {
@@ -59,7 +59,7 @@ EVERYWHERE = {"torch", "triton"}
 
 
 def imports(module: Path) -> set[str]:
-    """All modules that a file imports, wherever in it, as dotted names."""
+    """Return all modules that a file imports anywhere, as dotted names."""
     tree = ast.parse((SOURCE / module.with_suffix(".py")).read_text())
     names: set[str] = set()
     for node in ast.walk(tree):
