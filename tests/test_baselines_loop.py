@@ -1,4 +1,4 @@
-"""What every method owes the one training loop: learning, exact zeros, going on where it stopped, and a plain end."""
+"""What the training loop requires of every method: learning, exact zeros, resuming, and a plain model at the end."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_amc_learns_digits_with_a_search_on_held_out_data() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_two_epochs_and_two_more_equal_four(name: str) -> None:
-    """Model, optimizer and method, saved and loaded into new ones, go on bit for bit."""
+    """Model, optimizer and method, saved and loaded into new ones, continue bit for bit."""
     loaders = digits()
     whole = noisy()
     method, optimizer = attached(METHODS[name], whole, loaders, 4)
@@ -202,7 +202,7 @@ def test_a_penalty_is_part_of_the_objective_and_not_of_the_recorded_loss() -> No
 
 
 class Diary(Method):
-    """Writes down when it was asked, and the gradient it could read."""
+    """Records when it was called, and the gradient it could read."""
 
     def __init__(self) -> None:
         self.pages: list[tuple[int, Tensor]] = []
@@ -229,7 +229,7 @@ def test_a_method_is_asked_after_every_step_and_sees_its_gradient() -> None:
 def test_a_compiled_model_trains_as_the_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, **options: compile_(model, backend="aot_eager", **options))
-    # A compiled graph draws its random numbers in its own order: so little noise that it does not matter.
+    # A compiled graph draws random numbers in its own order, so the noise is made too small to matter.
     make = partial(VariationalDropout, start=-20.0) if name == "variational-dropout" else METHODS[name]
     loaders, results = digits(), []
     for execution in (Execution(), Execution(compile=True)):
