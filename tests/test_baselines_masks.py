@@ -72,7 +72,7 @@ def test_masks_hold_exactly_after_every_step(
 
 
 def test_weights_outside_the_mask_move_as_without_it() -> None:
-    """One linear layer, whose outputs do not depend on each other: the rows that keep all go their own way."""
+    """Outputs of one linear layer do not depend on each other: rows that keep all weights train as without masks."""
     torch.manual_seed(0)
     model, twin = nn.Linear(6, 4), nn.Linear(6, 4)
     twin.load_state_dict(model.state_dict())
