@@ -18,7 +18,7 @@ from dirprune.lab.baselines.rigl import RigL, drop_fraction, erk_densities, move
 
 
 def by_bisection(shapes: list[torch.Size], density: float) -> list[float]:
-    """The ε at which min(1, ε·Σ shape/Π shape) meets the target, found without any reasoning."""
+    """Return the densities min(1, ε·Σ shape/Π shape), with the ε that meets the target found by bisection."""
     sizes = [shape.numel() for shape in shapes]
     raw = [sum(shape) / size for shape, size in zip(shapes, sizes, strict=True)]
     low, high = 0.0, max(1 / r for r in raw)
@@ -120,7 +120,7 @@ def test_the_smallest_weights_are_dropped_by_the_stated_number() -> None:
     weight, before = method.layer_weights["5"].detach().clone(), method.masks["5"].clone()
     gradient = method.layer_weights["5"].grad
     assert gradient is not None
-    gradient.masked_fill_(before, 0.0)  # so that nothing dropped is grown again
+    gradient.masked_fill_(before, 0.0)  # so that no dropped weight grows again
     method.after_step(30)
     dropped = before & ~method.masks["5"]
     assert int(dropped.sum()) == int(int(before.sum()) * 0.2 * (1 + math.cos(math.pi * 30 / 75)))
@@ -165,7 +165,7 @@ def test_connections_that_are_there_stay_before_those_that_are_not_though_they_b
 
 
 class ScaleNorm(nn.Module):
-    """A normalisation layer of somebody's own."""
+    """A user's own normalisation layer."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs / inputs.norm(dim=-1, keepdim=True)
