@@ -1,4 +1,4 @@
-"""What the benchmark makes of its times."""
+"""How the benchmark evaluates its times."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_table_compares_with_sgd_the_floor_and_the_paper() -> None:
 def pair(
     sgd: tuple[float, float, float], grda: tuple[float, float, float], model: str = "wrn28x10"
 ) -> list[bench.Cost]:
-    """Costs of a network of 1,048,576 parameters: milliseconds, MiB and the rest of an epoch."""
+    """Return the costs of a network of 1,048,576 parameters: milliseconds, MiB and the rest of an epoch."""
     return [
         bench.Cost(model, 128, 2**20, name, ms, 5.0, mib, rest)
         for name, (ms, mib, rest) in (("sgd", sgd), ("grda", grda))
