@@ -1,4 +1,4 @@
-"""The commands as a user types them: what they print, write, refuse and leave alone."""
+"""The commands as a user types them: what they print, write, refuse and leave unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def call(*words: object) -> Result:
-    """Run a command in this process; what is not a message to the user is raised."""
+    """Run a command in this process; raise errors that are not shown to the user as a message."""
     result = CliRunner().invoke(cli.app, [str(word) for word in words])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -64,7 +64,7 @@ def call(*words: object) -> Result:
 
 
 def objects(result: Result) -> list[dict[str, Any]]:
-    """Return the objects that a command printed, one a line and nothing else."""
+    """Return the JSON objects that a command printed, one per line and nothing else."""
     assert result.exit_code == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -79,7 +79,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def networks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A user's own module, with a network so small that its runs cost nothing."""
+    """Write a user's own module with a network so small that its runs take no time."""
     folder = tmp_path_factory.mktemp("networks")
     (folder / "cli_networks.py").write_text(MODULE)
     with pytest.MonkeyPatch.context() as patch:
