@@ -1,4 +1,4 @@
-"""Comparisons: who takes part, what they share, what is ranked and how, and going on where one stopped."""
+"""Comparisons: which methods take part, what they share, how they are ranked, and resuming."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ BREAKS = [True, False]
 
 
 def at_first_breaking(num_classes: int) -> nn.Module:
-    """A network that breaks in the second of four steps of epoch 2; the next one that is made holds."""
+    """Return a network that diverges in the second of four steps of epoch 2 the first time, and a good one then."""
     return Breaking(step=6, value=math.nan) if BREAKS.pop(0) else tiny(num_classes)
 
 
-# Four steps an epoch; every method acts, and rests, within them.
+# Four steps per epoch; every method acts in some of them and pauses in others.
 SHORT = replace(
     recipes.get("resnet18-cifar10"), data="digits", statistics="", model="test_compare:tiny", epochs=4, batch_size=400
 )
@@ -327,7 +327,7 @@ def test_beyond_the_runs_nothing_is_said_but_what_the_nearest_one_gave(sparsity:
 
 
 def test_a_sparser_run_says_what_its_method_has_at_least() -> None:
-    """A method is not left out for being better: who has 94.5 with fewer weights left comes before 94.4."""
+    """A method is not left out for being better: 94.5 with fewer weights left ranks above 94.4."""
     sparser, other = rank([*points("swept", s92=94.5, s98=93.0), *points("preset", s90=94.4)], [0.9])
     assert (sparser.rank, sparser.method, sparser.sparsity, sparser.accuracy.mean) == (1, "swept", 0.92, 94.5)
     assert sparser.source == "at least: s92 (92.0%)"
@@ -719,7 +719,7 @@ def test_ctrl_c_saves_the_running_trial_and_the_same_command_goes_on(
 
 
 def test_the_table_can_be_read_at_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every method in it, and what a GPU and several seeds add."""
+    """The table contains every method, and what a GPU and several seeds add."""
     names = [name for name in trials.CONTESTANTS if name != "sgd"]
     rows = [
         comparison.RankRow(
