@@ -26,7 +26,7 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 class Batches(list[Batch]):
-    """Fixed batches; an epoch gives them in an order that depends on its number alone."""
+    """Fixed batches; their order in an epoch depends on its number alone."""
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(epoch))
@@ -67,7 +67,7 @@ def fit(model: nn.Module, curve: BezierCurve, loaders: Loaders, **options: Any) 
 
 
 def points_of(count: int, *, size: int, seed: int = 0, shape: tuple[int, ...] = (4,)) -> list[Batch]:
-    """Two classes told apart by the sign of a fixed projection; the last batch is ragged if size does not divide."""
+    """Two classes given by the sign of a fixed projection; the last batch is short if ``size`` does not divide."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, *shape, generator=generator)
     targets = (inputs.flatten(1).sum(1) > 0).long()
@@ -599,7 +599,7 @@ if torch.cuda.is_available():
             fit(normalised(0).cuda(), curve, loaders, optimizer=torch.optim.SGD(curve.parameters()), capture=True)
 
 
-# What was lent comes back as it was.
+# What was borrowed is restored.
 
 
 def lent_state(model: nn.Module) -> dict[str, Any]:
