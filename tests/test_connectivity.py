@@ -56,7 +56,7 @@ def finished(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(autouse=True)
 def _undrawn(finished: tuple[Path, list[Progress]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The finished job has its figures; drawing them again and again is most of the time of these tests."""
+    """Skip drawing: the finished job has its figures, and drawing takes most of the time of these tests."""
     monkeypatch.setattr(connectivity, "draw", lambda out: None)
 
 
@@ -269,7 +269,7 @@ def test_a_fit_that_has_lost_its_records_keeps_its_curve(
 def test_a_finished_job_is_not_computed_again(
     pair: tuple[Path, Path], finished: tuple[Path, list[Progress]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also from runs that have moved: their weights say that they are the same."""
+    """The same holds for runs that have been moved: their weights identify them."""
     out, moved = tmp_path / "job", tmp_path / "moved"
     shutil.copytree(finished[0], out)
     shutil.copytree(pair[0], moved)
