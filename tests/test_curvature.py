@@ -303,7 +303,7 @@ def test_weight_norms_have_the_derivative_of_their_gradient(dim: int | None) -> 
 
 
 class Nested(nn.Module):
-    """A network that takes and returns its tensors in a nesting."""
+    """A network with nested inputs and outputs."""
 
     def __init__(self, model: nn.Module, unpack: Callable[[Any], Tensor], pack: Callable[[Tensor], Any]) -> None:
         super().__init__()
