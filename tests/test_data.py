@@ -26,7 +26,7 @@ GREY = Normalization((0.0,), (1.0,))
 
 
 def numbered(examples: int, **batching: int) -> ResidentLoader:
-    """Examples that carry their number as target, so that a pass can be told apart by its targets."""
+    """Examples whose target is their index, so that the targets show the order of a pass."""
     images = torch.randint(256, (examples, 1, 6, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     return ResidentLoader(images, torch.arange(examples), Batching(**{"seed": 0, **batching}), GREY, padding=2)
 
@@ -37,7 +37,7 @@ def same(a: list[Batch], b: list[Batch]) -> bool:
 
 
 def crop_flip_reference(image: Tensor, draw: Tensor, padding: int) -> Tensor:
-    """Pixel by pixel: where each output pixel comes from, and black where that lies outside the image."""
+    """Compute crops pixel by pixel: the source of each output pixel, or black outside the image."""
     top, left, flip = draw.tolist()
     height, width = image.shape[1:]
     out = torch.zeros_like(image)
@@ -308,7 +308,7 @@ def test_digits_are_split_by_class_and_normalised() -> None:
     pixels = (torch.cat([x, u]) * statistics.std[0] + statistics.mean[0]) * 16
     restored = sorted(tuple(image.round().int().flatten().tolist()) for image in pixels)
     assert restored == sorted(tuple(row) for row in load_digits().data.astype(int).tolist())
-    # The split itself is pinned: were it to move, published numbers would stop being comparable.
+    # The split itself is pinned: if it changed, published numbers would no longer be comparable.
     assert v[:12].tolist() == [4, 1, 4, 2, 8, 1, 3, 5, 2, 1, 6, 5]
 
 
