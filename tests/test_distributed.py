@@ -1,4 +1,4 @@
-"""Two gloo processes against one."""
+"""Compare two gloo processes with one."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def sharded() -> tuple[nn.Module, GRDA]:
 
 
 def gather_gradients(optimizer: Optimizer, *_: Any) -> None:
-    """Give every process the whole gradient, where it holds a shard of the parameter."""
+    """Give every process the whole gradient, even if it holds only a shard of the parameter."""
     for p in optimizer.param_groups[0]["params"]:
         p.grad = p.grad.redistribute(p.device_mesh, [Replicate()])
 
@@ -90,7 +90,7 @@ def run_fsdp(rank: int, folder: Path) -> None:
 
 
 def run_fsdp_clamped(rank: int, folder: Path) -> None:
-    """Parameters that others write to between steps, on shards and on whole tensors."""
+    """Parameters that are written from outside between steps, sharded and whole."""
     model, optimizer = sharded()
     whole = network()
     other = GRDA(whole.parameters(), **OPTIONS)
