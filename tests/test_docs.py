@@ -1,8 +1,8 @@
-"""The documentation is true: its code runs, its links lead somewhere, its commands exist, its reference is complete.
+"""The documentation is correct: its code runs, its links work, its commands exist, its reference is complete.
 
-Fences say what is done with a block. ``python`` is executed, the blocks of a page one after the other in one namespace
-and one empty folder; ``python no-run`` is only compiled, because it needs a GPU or several processes. The commands of
-``sh run`` are executed too, in the same folder; those of ``sh`` are only held against the command line interface.
+The fence of a block says how it is tested. ``python`` is executed; the blocks of a page share a namespace and an empty
+folder. ``python no-run`` is only compiled, because it needs a GPU or several processes. The commands of ``sh run`` are
+executed too, in the same folder; those of ``sh`` are only checked against the command-line interface.
 """
 
 from __future__ import annotations
