@@ -1,4 +1,4 @@
-"""Fetching archives from a server on this machine that breaks off, cannot resume, or sends something else."""
+"""Download archives from a local server that disconnects, cannot resume, or sends something else."""
 
 import hashlib
 import io
@@ -38,7 +38,7 @@ def tar(*extra: tuple[tarfile.TarInfo, bytes], content: dict[str, bytes] = CONTE
 
 @dataclass
 class Server:
-    """What is served, how, and what was asked: each connection sends at most the next of `limits` bytes."""
+    """What the server sends, and the requests it got; each connection sends at most the next of `limits` bytes."""
 
     body: bytes
     ranges: bool = True
@@ -88,7 +88,7 @@ def get(server: Server, to: Path, **options: object) -> Fetched:
 
 
 def assert_complete(to: Path, *others: str) -> None:
-    """The set is there, byte for byte, and nothing else is: no archive, no part, no scratch folder."""
+    """Assert that the set is present, byte for byte, and nothing else: no archive, no part, no temporary folder."""
     assert {path.name for path in to.iterdir()} == {"set", *others}
     assert {path.name: path.read_bytes() for path in (to / "set").iterdir()} == CONTENT
 
