@@ -1,4 +1,4 @@
-"""Fast ways to take a step against the plain one."""
+"""Compare fast ways to take a step with the plain one."""
 
 from __future__ import annotations
 
@@ -201,13 +201,13 @@ if torch.cuda.is_available():
         return model
 
     def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """One after the other cut from the digits."""
+        """Batches of consecutive digits."""
         inputs, targets = next(iter(data.load("digits", batch_size=1438, seed=0, device=CUDA).train))
         starts = [sum(sizes[:i]) % 1000 for i in range(len(sizes))]
         return [(inputs[s : s + n].contiguous(), targets[s : s + n]) for s, n in zip(starts, sizes, strict=True)]
 
     def losses(step: PlainStep | CapturedStep, work: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Take a step a batch, with a learning rate that changes every ten, as a schedule does."""
+        """Take one step per batch, with a learning rate that changes every ten steps, as in a schedule."""
         torch.manual_seed(11)
         step.tally.reset()
         for number, (inputs, targets) in enumerate(work):
