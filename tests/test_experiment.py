@@ -1,4 +1,4 @@
-"""Whole runs: stopped, killed, damaged, diverged and gone on with, against runs that nothing happened to."""
+"""Whole runs that were stopped, killed, damaged or diverged, and resumed, compared with undisturbed runs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def uninterrupted(folder: Path, recipe: Recipe = SHORT) -> Run:
 
 
 def assert_equal(run: Run, other: Run) -> None:
-    """Both ended with the same weights, optimizer state and metrics, bit for bit."""
+    """Assert that both ended with the same weights, optimizer state and metrics, bit for bit."""
     assert [record.epoch for record in run.records()] == list(range(1, run.recipe.epochs + 1))
     assert numbers(run.records()) == numbers(other.records())
     (epoch, ours), (other_epoch, theirs) = (checkpoint.latest(each.checkpoints) or (0, {}) for each in (run, other))
@@ -86,7 +86,7 @@ def assert_equal(run: Run, other: Run) -> None:
 
 
 def after(epoch: int) -> Callable[[], bool]:
-    """A wish to stop that comes true after so many epochs."""
+    """A stopping condition that becomes True after the given number of epochs."""
     asked = itertools.count(1)
     return lambda: next(asked) >= epoch
 
@@ -169,7 +169,7 @@ def test_methods_that_draw_do_so_by_the_seed_of_the_run() -> None:
 
 
 def go_on(folder: Path, until: int) -> None:
-    """Train in a process of its own, never to the end."""
+    """Train, in a separate process, to epoch ``until``; then wait to be killed."""
     torch.set_num_threads(1)
     for record in conduct(runs.load(folder), device=CPU, save_every=1):
         if record.epoch == until:
@@ -177,7 +177,7 @@ def go_on(folder: Path, until: int) -> None:
 
 
 def kill_after(folder: Path, epochs: int, delay: float, until: int) -> None:
-    """Start training, and kill it that long after that many epochs are written."""
+    """Start training, and kill it ``delay`` seconds after ``epochs`` epochs are recorded."""
     process = multiprocessing.get_context("forkserver").Process(target=go_on, args=(folder, until))
     process.start()
     metrics = folder / "metrics.jsonl"
@@ -282,7 +282,7 @@ def test_divergence_never_names_a_damaged_checkpoint(tmp_path: Path) -> None:
 
 
 def test_divergence_never_names_weights_that_are_broken_already(tmp_path: Path) -> None:
-    """One step an epoch, of an enormous rate: the first training loss is finite, the weights after it are not."""
+    """With one step per epoch at an enormous rate, the first training loss is finite, but the next weights are not."""
     run = runs.create(tmp_path / "run", replace(SHORT, optimizer="sgd", batch_size=1438, lr=1e38))
     with pytest.raises(Diverged, match=r"The last good checkpoint is .*epoch-0000.pt"):
         finish(run, save_every=1)
@@ -340,7 +340,7 @@ def test_held_out_data_are_what_choices_see(tmp_path: Path) -> None:
 
 
 class Watched:
-    """A loader that counts the batches it hands out in training."""
+    """A loader that counts its training batches."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -457,7 +457,7 @@ def test_a_network_of_another_output_is_refused_with_the_remedy(tmp_path: Path) 
 
 
 class Faulty(nn.Module):
-    """A user's network with a slip that shows in eval or in training mode."""
+    """A user's network with a bug that shows in eval or in training mode."""
 
     def __init__(self, num_classes: int, *, trains: bool) -> None:
         super().__init__()
