@@ -1,4 +1,4 @@
-"""Training before the user's eyes: the bar, Ctrl-C, and several processes."""
+"""Training with a progress display: the bar, Ctrl-C, and several processes."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_failure_before_the_first_epoch_leaves_the_name_free(monkeypatch: pyte
 
 
 def test_event_files_hold_what_earlier_sessions_saved_without_them() -> None:
-    """As does a session that was killed between the checkpoint of an epoch and its event."""
+    """The same holds after a session that was killed between the checkpoint of an epoch and its event."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert call(*SHORT, "--model", "follow_networks:quiet", "--out", "run").exit_code == 0
     for _ in range(2):
@@ -265,7 +265,7 @@ def test_a_real_signal_and_going_on_equal_an_uninterrupted_run(asking: signal.Si
 
 
 def test_sigterm_twice_to_a_whole_pipeline_still_saves_the_epoch() -> None:
-    """As schedulers and timeout send it: to every process of the group, and once more to the one they started."""
+    """Schedulers and timeout send it to every process of the group, and again to the one that they started."""
     command = f"exec {sys.executable} -m dirprune train digits --epochs 40 --out stopped 2> >(cat > /dev/null)"
     with subprocess.Popen(
         ["bash", "-c", command], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True
