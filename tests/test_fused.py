@@ -24,7 +24,7 @@ FUSED: list[dict[str, Any]] = [{"fused": True}, {"fused": True, "capturable": Tr
 
 @pytest.fixture(autouse=True)
 def _kernel() -> Iterator[None]:
-    """Interpret the kernel where it cannot be compiled; the choice is made when its module is imported."""
+    """Interpret the kernel if it cannot be compiled; this is decided when its module is imported."""
     from dirprune import _fused
 
     with pytest.MonkeyPatch.context() as patch:
