@@ -181,9 +181,9 @@ def test_folder_may_lie_beside_other_sets(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_readers_do_not_hear_sigterm(late: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent to a whole process group must not end the epoch that the trainer means to finish.
+    """A signal to the whole process group must not end the epoch that the training process wants to finish.
 
-    Nor may it end a reader that has been started and has not come to ignore it yet.
+    Nor may it end a worker that has started but does not ignore it yet.
     """
     if late:
         monkeypatch.setattr(imagefolder, "_deaf", lambda worker: time.sleep(0.5 * worker))
