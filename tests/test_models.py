@@ -204,7 +204,7 @@ def plain_small(weights: Weights, x: Tensor) -> Tensor:
 
 
 def stir(model: nn.Module) -> None:
-    """Move biases and BatchNorm away from 0 and 1, where a mistake in their use would not show."""
+    """Move biases and BatchNorm away from 0 and 1, because these values would hide mistakes."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
