@@ -136,7 +136,7 @@ def test_c_zero_is_sgd_bit_for_bit(options: dict[str, Any], foreach: bool, dtype
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the operations on tensors of more than one element."""
+    """Records the operations on tensors with more than one element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -713,7 +713,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
-    """A normalisation by what it is, whatever its name: timm has one like this."""
+    """A normalisation layer by its type, not by its name; timm has one like this."""
 
 
 class Block(nn.Module):
@@ -760,7 +760,7 @@ class RMSNormGated(nn.Module):
 
 
 class Normalized(nn.Linear):
-    """Is no normalisation layer."""
+    """Not a normalisation layer."""
 
 
 class LinearNorm(nn.Linear):
@@ -803,7 +803,7 @@ def test_prunable_groups_refuses_what_matches_nothing() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_the_first_example_of_a_page_prunes_and_learns(page: str) -> None:
-    """Better than SGD, which also fits the inputs that do not matter."""
+    """gRDA is better than SGD, which also fits the irrelevant inputs."""
     [code, *_] = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     inputs = torch.randn(5000, 20, generator=torch.Generator().manual_seed(1))
     targets = inputs[:, 0] * inputs[:, 1] > 0
@@ -1025,7 +1025,7 @@ def test_parameters_that_share_their_memory_or_left_their_group_hold_nothing_up(
 
 
 def test_weights_loaded_after_a_state_was_asked_for_are_kept() -> None:
-    """To know the form of a state, torch's distributed checkpoints take a step at a rate of zero."""
+    """torch's distributed checkpoints take a step at a learning rate of zero to find the structure of the state."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model = nn.Linear(3, 2)
@@ -1100,7 +1100,7 @@ def test_a_step_can_be_taken_on_fake_tensors(path: dict[str, Any]) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_parameters_may_get_their_memory_later(path: dict[str, Any], kind: Callable[[float], Any]) -> None:
-    """An optimizer of a network on the meta device steps it once it has been put elsewhere, and knows its rate."""
+    """An optimizer made on the meta device can step once the network is on another device, and knows its rate."""
     params = [nn.Parameter(torch.empty(3, device="meta")) for _ in range(2)]
     optimizer = GRDA(params, lr=kind(0.1), c=0.0, **path)
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
