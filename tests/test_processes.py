@@ -1,4 +1,4 @@
-"""Two gloo processes, started as torchrun starts them, against one."""
+"""Compare two gloo processes, started as torchrun starts them, with one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ multiprocessing.set_forkserver_preload(["dirprune.lab.experiment", "sklearn.data
 
 
 def breaking() -> nn.Module:
-    """A model that breaks in the second process alone, in the second of four steps of epoch 2."""
+    """A model that diverges in the second process only, in the second of four steps of epoch 2."""
     return Breaking(step=6 if dist.get_rank() == 1 else -1, value=math.nan)
 
 
@@ -54,7 +54,7 @@ def forbid_writing(folder: Path) -> None:
 
 
 def write_slowly(epoch: int) -> None:
-    """Make this process take its time over the checkpoint of an epoch, so that the others are ahead of it."""
+    """Slow down the saving of an epoch's checkpoint in this process, so that the others are ahead of it."""
     usual = checkpoint.save
 
     def save(folder: Path, number: int, state: checkpoint.State) -> Any:
@@ -65,7 +65,7 @@ def write_slowly(epoch: int) -> None:
 
 
 def train_together(rank: int, port: int, folder: Path) -> None:
-    """What each process does: two epochs, the other two, then a run that diverges in one of the processes."""
+    """Run in each process: two epochs, the other two, then a run that diverges in one of the processes."""
     torch.set_num_threads(1)
     rendezvous = {
         "MASTER_ADDR": "127.0.0.1",
@@ -100,7 +100,7 @@ def train_together(rank: int, port: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on two processes, and of what each of them saw."""
+    """Return the folder of a run on two processes, with the outcome of each."""
     folder = tmp_path_factory.mktemp("together")
     runs.create(folder / "runs" / "good", RECIPE)
     runs.create(folder / "runs" / "bad", replace(RECIPE, model="test_processes:breaking"))
@@ -148,7 +148,7 @@ def test_two_processes_train_as_one(together: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_of_two_processes_stops_and_goes_on_together(together: Path) -> None:
-    """That the second one wrote nothing is seen to while it runs."""
+    """The second process checks while it runs that it writes nothing."""
     written = [record.to_dict() for record in runs.load(together / "runs" / "good").records()]
     assert len(written) == 4
     seconds = [name for name in EpochRecord.__dataclass_fields__ if name.endswith("_seconds")]
