@@ -46,7 +46,7 @@ TIGHT = Lanczos(examples=200, batch_size=64, tolerance=1e-5)
 
 
 def tiny(classes: int) -> nn.Module:
-    """A network whose Hessian can be written down: 8×8 images through three numbers to the classes; 241 weights."""
+    """A network whose Hessian can be written out: 8×8 images through three numbers to the classes; 241 weights."""
     return nn.Sequential(
         nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, classes)
     )
@@ -342,7 +342,7 @@ def test_not_converging_is_said(trained: dict[str, Run], tmp_path: Path) -> None
 
 
 def altered(run: Run, folder: Path, **changes: object) -> Run:
-    """A copy of a run whose recipe says something else."""
+    """Return a copy of a run with a changed recipe."""
     copy = runs.create(folder / run.folder.name, replace(run.recipe, **changes))
     for epoch in checkpoint.epochs(run.checkpoints):
         checkpoint.save(copy.checkpoints, epoch, checkpoint.load(run.checkpoints / f"epoch-{epoch:04d}.pt"))
