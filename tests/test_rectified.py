@@ -40,7 +40,7 @@ SHAPES = [(3, 160, 7, 5), (3, 7, 25, 7), (4, 64, 8, 8), (5, 16, 9, 7), (2, 1, 1,
 
 @pytest.fixture(autouse=True, scope="module")
 def _kernels() -> Iterator[None]:
-    """Interpret the kernels where they cannot be compiled, which costs by the tile; chosen when they are imported."""
+    """Interpret the kernels if they cannot be compiled, at a cost per tile; this is decided when they are imported."""
     if DEVICE == "cpu":
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
@@ -54,7 +54,7 @@ def _kernels() -> Iterator[None]:
 
 @pytest.fixture
 def _room() -> Iterator[None]:
-    """Torch compiles a function for eight kinds of arguments at most: leave that room to other tests."""
+    """Reset the compiler: torch compiles a function for at most eight kinds of arguments, which other tests need."""
     yield
     torch.compiler.reset()
 
@@ -337,7 +337,7 @@ Graphs = list[list[str]]
 
 
 def watched(model: nn.Module, graphs: Graphs) -> Callable[..., Any]:
-    """Return the model compiled, which notes what each of its graphs calls."""
+    """Return the compiled model, which records what each of its graphs calls."""
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         graphs.append([str(node.target) for node in graph.graph.nodes])
