@@ -23,7 +23,7 @@ DIGITS = replace(recipes.get("digits"), epochs=3, c=0.01, mu=0.7)
 
 
 def make_run(folder: Path, recipe: Recipe, accuracies: list[float]) -> Run:
-    """A run as training leaves it, without the training; every epoch takes 2 + 1 seconds, the first 10 + 1."""
+    """Write a run as training would; every epoch takes 2 + 1 seconds, the first 10 + 1."""
     run = runs.create(folder, recipe)
     for i, accuracy in enumerate(accuracies):
         tested = {"test_loss": 1 / accuracy, "test_accuracy": accuracy}
@@ -42,7 +42,7 @@ def save_weights(run: Run, epoch: int) -> nn.Module:
 
 
 class WithBuffer(nn.Module):
-    """A user's model that computes with its values as it is built, and has a buffer of zeros."""
+    """A user's model that computes with its weights in its constructor, and has a buffer of zeros."""
 
     mask: Tensor
 
