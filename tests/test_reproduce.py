@@ -392,7 +392,7 @@ def test_a_page_without_runs_says_so(tmp_path: Path) -> None:
 def test_the_page_s_tables_are_rectangular(tmp_path: Path) -> None:
     ledger.collect([make_run(tmp_path / "run", VGG, [record(1)])], tmp_path / "results")
     blocks = [block for block in reproduction_page.page(tmp_path / "results").split("\n\n") if block.startswith("|")]
-    assert len(blocks) == 1 + 3 * 5 + 1 + 1 + 1  # in short, five metrics an experiment, Figure 2, costs, ledger
+    assert len(blocks) == 1 + 3 * 5 + 1 + 1 + 1  # in short, five metrics per experiment, Figure 2, costs, ledger
     for block in blocks:
         assert len({line.count("|") for line in block.splitlines()}) == 1
 
@@ -567,7 +567,7 @@ TWO = [
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """`reproduce --train` of two runs that cost nothing."""
+    """Let `reproduce --train` train two runs that take no time."""
     monkeypatch.setattr(reproduce, "wanted", lambda *_, **__: TWO)
     return ["reproduce", "--train", "--device", "cpu", "--results", tmp_path / "results", "--runs", tmp_path / "runs"]
 
