@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def record(epoch: int, **values: float) -> EpochRecord:
-    """Return the record of an epoch, with numbers that no decimal tells exactly."""
+    """Return the record of an epoch, with numbers that have no exact decimal representation."""
     given = {
         "lr": 0.1,
         "train_loss": 1 / 3,
@@ -325,7 +325,7 @@ def test_a_record_that_finds_no_room_names_its_file_and_leaves_the_others(
 
 
 def test_a_run_that_another_job_trains_is_not_discarded(tmp_path: Path) -> None:
-    """Two commands that start at the same moment may make the same folder; the second is refused."""
+    """If two commands start at the same time, both may create the folder; the second is refused."""
     run = runs.create(tmp_path / "run", recipes.get("digits"))
     with run.locked():
         run.discard()
