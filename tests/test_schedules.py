@@ -1,4 +1,4 @@
-"""The published learning rates, from formulas written down a second time."""
+"""The published learning rates, compared with independently written formulas."""
 
 from __future__ import annotations
 
