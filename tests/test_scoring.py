@@ -1,4 +1,4 @@
-"""One-shot pruning of a trained run: against pruning written out anew, resumed, and refused."""
+"""One-shot pruning of a trained run: compared with an independent implementation, resumed, and refused."""
 
 from __future__ import annotations
 
