@@ -1,4 +1,4 @@
-"""Tables of rows: what is written is read, whole files only, and rows of two kinds are never mixed."""
+"""Tables of rows: they are read back as written, written atomically, and never mix rows of two settings."""
 
 from __future__ import annotations
 
