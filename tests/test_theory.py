@@ -1,4 +1,4 @@
-"""The theorem seen on small problems, and the pieces it is seen with against independent computations."""
+"""The theorem on small problems, and its parts compared with independent computations."""
 
 from __future__ import annotations
 
