@@ -1,4 +1,4 @@
-"""The loop against one written by hand, and what it owes its caller."""
+"""The training loop compared with one written by hand, and what its callers rely on."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ OPTIMIZERS = [make_grda, make_sgd]
 
 
 def by_hand(model: nn.Module, optimizer: Optimizer, train_set: data.Loader, rates: list[float]) -> list[list[float]]:
-    """Train with one learning rate an epoch; returns mean loss and accuracy in percent of each epoch."""
+    """Train with one learning rate per epoch; return mean loss and accuracy in percent of each epoch."""
     results = []
     for epoch, rate in enumerate(rates, start=1):
         digest = hashlib.sha256(f"step/{SEED}/{epoch}/0".encode()).digest()
@@ -117,7 +117,7 @@ def test_equals_a_loop_written_by_hand_bit_for_bit(make: Callable[[nn.Module], O
 
 def test_cosine_sets_the_rate_of_every_step() -> None:
     class Recorder(SGD):
-        """An optimizer that notes its learning rate."""
+        """An optimizer that records its learning rate."""
 
         def __init__(self, model: nn.Module) -> None:
             super().__init__(model.parameters(), lr=1.0)
@@ -144,7 +144,7 @@ def run(model: nn.Module, optimizer: Optimizer, *, epochs: int, done: int = 0) -
 
 
 def numbers(records: list[EpochRecord]) -> list[dict[str, float]]:
-    """Records without what a clock measured."""
+    """Return the records without their times."""
     return [{key: value for key, value in asdict(r).items() if not key.endswith("_seconds")} for r in records]
 
 
@@ -200,7 +200,7 @@ def test_evaluate_weighs_every_example_alike() -> None:
 
 
 class Recording(nn.Module):
-    """A layer that notes in which mode it ran."""
+    """A layer that records the mode in which it ran."""
 
     def __init__(self) -> None:
         super().__init__()
