@@ -32,7 +32,7 @@ def record(accuracy: float, sparsity: float) -> EpochRecord:
 
 @pytest.fixture
 def imagine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Recipe], float | None]], list[Recipe]]:
-    """Let trials have these accuracies, None for one that diverges, at a sparsity of c; gives what was trained."""
+    """Give trials these accuracies (None: it diverges) and a sparsity of c; return the recipes that were trained."""
 
     def with_accuracy(accuracy: Callable[[Recipe], float | None]) -> list[Recipe]:
         tried: list[Recipe] = []
@@ -139,7 +139,7 @@ def test_a_trial_is_the_beginning_of_the_recipes_own_schedule() -> None:
 
 
 class Untouchable:
-    """A test set that nobody may look at."""
+    """A test set that raises an error when it is used."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AssertionError(f"the test set was asked for {name}")
