@@ -162,7 +162,7 @@ def test_zero_input_channels_alone_are_told() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_channels_of_a_grouped_convolution(transposed: bool) -> None:
-    """Against what the layer does: outputs that are always zero, inputs that change nothing."""
+    """Compare with the layer's behaviour: outputs that are always zero, inputs that change nothing."""
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     layer = kind(8, 12, 3, groups=4, bias=False).double()
     with torch.no_grad():
