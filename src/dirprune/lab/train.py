@@ -202,7 +202,7 @@ def _epoch_seed(seed: int, epoch: int, rank: int) -> int:
 
 
 def _check(tally: Tally, epoch: int, steps: int, process: Process) -> None:
-    """Raise Divergence for the first step whose loss is not finite in any process. All processes raise together."""
+    """Raise Divergence, in all processes together, for the first step whose loss is not finite in one of them."""
     losses = process.sum(tally.losses[:steps].cpu()).tolist()
     for number, loss in enumerate(losses, start=1):
         if not math.isfinite(loss):
