@@ -203,7 +203,7 @@ class TheoremRow:
         sparsity: the fraction of w_gRDA that is zero.
         settled: the time of the last sign change in w_SGD.
         unpruned: the number of problems in which no weight of w_gRDA is zero.
-        distance_unpruned, lag_unpruned, cosine_unpruned: distance, lag and cosine_flat over these; None if there are none.
+        distance_unpruned, lag_unpruned, cosine_unpruned: distance, lag and cosine_flat over these, or None.
     """
 
     gamma: float
