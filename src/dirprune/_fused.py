@@ -328,7 +328,7 @@ class Launcher:
 
 
 def _whereabouts(per_element: Sequence[Sequence[Tensor]], scalars: Sequence[Sequence[Tensor]]) -> Iterator[list[Any]]:
-    """Yield all that decides where the kernel reads and writes; with `map`, because this runs for every tensor and step."""
+    """Yield all that decides where the kernel reads and writes; with `map`, because it runs in every step."""
     for tensors in per_element:
         yield list(map(Tensor.data_ptr, tensors))
     yield list(map(Tensor.numel, per_element[0]))
