@@ -16,7 +16,7 @@ _WITH_NORM = re.compile(r"[Nn]orm(?![a-z])")  # but not Normalize or Enormous
 
 
 def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias", "norm")) -> list[dict[str, Any]]:
-    """Return two parameter groups for `GRDA`: one to prune with ``c``, one that stays dense with ``c = 0``.
+    """Return parameter groups for `GRDA`: one to prune with ``c``, and one that stays dense with ``c = 0``.
 
     Args:
         model: the module whose parameters are grouped; the groups keep their names.
