@@ -38,7 +38,7 @@ class Eigenpairs:
 class LanczosStep:
     """The state of Lanczos after one product: the wanted Ritz values, best first, and bounds on their residuals.
 
-    ``basis`` is the solver's own memory, which the next step overwrites.
+    ``basis`` is the solver's own memory: it holds these Ritz vectors only until the next step.
     """
 
     values: Tensor
