@@ -243,7 +243,7 @@ class GRDA(Optimizer):
                     adopt_weights(p, self.state[p])
 
     def _update(self, index: int, group: dict[str, Any], params: list[Tensor], *lists: list[Tensor]) -> None:
-        """Step the parameters of a group that lie on one device."""
+        """Step the parameters of a group that are on one device."""
         path = _choose_path(group, params, lists[0])
         _refuse_capture(group, params[0])
         options = {key: group[key] for key in MATHEMATICS}
