@@ -38,7 +38,7 @@ def kernels() -> Iterator[None]:
 
 
 def rectified(convolution: nn.Module, norm: nn.BatchNorm2d, inputs: Tensor) -> Tensor:
-    """Return ``relu(norm(convolution(inputs)))``; with kernels, the bias of the convolution has gradient 0."""
+    """Return ``relu(norm(convolution(inputs)))``; with kernels, the bias's gradient is exactly 0."""
     if not _covers(norm, inputs):
         return F.relu(norm(convolution(inputs)))
     if not norm.training and _folds(convolution, inputs):
