@@ -1,10 +1,10 @@
-"""How many products Lanczos must take before it may stop, to see eigenvalues that are closer than its tolerance.
+"""How many products Lanczos must make before it may stop, to find eigenvalues that are closer than its tolerance.
 
     python benchmarks/clusters.py [--out results/clusters.csv]
 
-The spectra have 300 eigenvalues: −40; 20; a cluster around 10; 8, 7, … 2; and a bulk within ±1 of four kinds. A run
-has missed one if a value it returns is off by more than the tolerance, which is relative to 40. Counted are the runs
-that miss, by the least number of products; dirprune's is 2k + 20. Five minutes on one core.
+The spectra have 300 eigenvalues: −40; 20; a cluster around 10; 8, 7, … 2; and a bulk of four kinds within ±1. A run
+misses an eigenvalue if a value that it returns is off by more than the tolerance, which is relative to 40. The table
+counts the runs that miss one, by the minimum number of products; dirprune's is 2k + 20. Takes five minutes on one core.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BULKS: dict[str, Callable[[int], Tensor]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked of a spectrum with ``members`` eigenvalues around 10, each ``gap`` from the next."""
+    """A request for k eigenvalues of a spectrum with ``members`` eigenvalues around 10, each ``gap`` from the next."""
 
     k: int
     members: int
@@ -61,12 +61,12 @@ GROUPS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "ten": ((10, 15), (10,)),
     "two to five, k = 20": ((20,), range(2, 6)),
 }
-"""Values of k and sizes of the cluster; k goes from 2 to 10 where nothing else is said."""
+"""Values of k and sizes of the cluster; k goes from 2 to 10 unless the name says otherwise."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV file: runs of a group, and how many of them missed an eigenvalue under a rule."""
+    """A row of the CSV file: the runs of a group, and how many of them missed an eigenvalue under a rule."""
 
     cluster: str
     gap: float
@@ -82,7 +82,7 @@ class Row:
 
 
 class Diagonal:
-    """An operator with these eigenvalues; the first vector is random, so that no direction is special."""
+    """An operator with these eigenvalues; it may be diagonal because the first vector is random."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.size, self.dtype, self.device = values, len(values), values.dtype, values.device
@@ -103,11 +103,11 @@ def spectrum(case: Case, bulk: str) -> Tensor:
 
 
 def attempts(case: Case, bulk: str, tolerance: float, seed: int) -> Iterator[tuple[str, bool, int]]:
-    """Yield of every rule whether its run missed an eigenvalue, and its products."""
+    """Yield each rule, whether its run missed an eigenvalue, and its number of products."""
     values = spectrum(case, bulk)
     step = None
     for name, least in sorted(((name, rule(case.k)) for name, rule in RULES.items()), key=lambda each: each[1]):
-        if step is None or step.iterations < least:  # or it has gone on for so long anyway
+        if step is None or step.iterations < least:  # else the last run made enough products anyway
             with patch.object(lanczos, "least_products", lambda _, least=least: least):
                 *_, step = lanczos.lanczos_steps(Diagonal(values), case.k, tolerance=tolerance, seed=seed)
         off = float((step.values - values[: case.k]).abs().max())

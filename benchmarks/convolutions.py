@@ -1,11 +1,11 @@
-"""How near cuDNN's convolutions come to the arithmetic floor, shape by shape and pass by pass.
+"""How close cuDNN's convolutions come to the arithmetic floor, by shape and pass.
 
     python benchmarks/convolutions.py [--model wrn28x10] [--out FILE]
 
-Every convolution of the network at the recipe's batch size, in bfloat16 and channels_last, with the algorithms that
-cuDNN chooses by trying: forward, the gradient by the input, the gradient by the weights. Each pass is repeated in a
-CUDA graph; all passes of a shape take turns, and the median of the rounds is shown. The floor is the arithmetic at the
-rate that `dirprune bench` takes for the peak.
+Times every convolution of the network at the recipe's batch size, in bfloat16 and channels_last, with the algorithms
+that cuDNN finds by benchmarking: forward, the gradient by the input, the gradient by the weights. Each pass is repeated
+in a CUDA graph; all passes of a shape take turns, and the median of the rounds is shown. The floor is the arithmetic at
+the peak rate that `dirprune bench` uses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPEATS, ROUNDS = 6, 9
 
 @dataclass(frozen=True)
 class Shape:
-    """A convolution without groups and the size of its square inputs."""
+    """A convolution without groups, and the size of its square inputs."""
 
     inputs: int
     outputs: int
@@ -53,7 +53,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV file: one pass of one convolution, which the network has ``count`` of."""
+    """A row of the CSV file: one pass of one convolution, which occurs ``count`` times in the network."""
 
     model: str
     convolution: str
@@ -67,7 +67,7 @@ class Row:
 
 
 def shapes(model: nn.Module, images: Tensor) -> Counter[Shape]:
-    """Return the convolutions that the images meet, and how often each."""
+    """Return the convolutions that the images pass through, and how often each occurs."""
     found: Counter[Shape] = Counter()
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -84,7 +84,7 @@ def shapes(model: nn.Module, images: Tensor) -> Counter[Shape]:
 
 
 def passes(shape: Shape, batch: int, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Return what runs each pass on random numbers."""
+    """Return functions that run each pass on random numbers."""
 
     def random(*sizes: int) -> Tensor:
         values = torch.randn(*sizes, device=device, dtype=torch.bfloat16)
@@ -106,7 +106,7 @@ def passes(shape: Shape, batch: int, device: torch.device) -> dict[str, Callable
 
 
 def measure(works: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return milliseconds of each in a CUDA graph."""
+    """Return the milliseconds of each pass in a CUDA graph."""
     graphs = {name: record(lambda work=work: [work() for _ in range(REPEATS)]) for name, work in works.items()}  # type: ignore[misc]
     times = turns({name: graph.replay for name, (graph, _) in graphs.items()}, ROUNDS)
     return {name: ms / REPEATS for name, ms in times.items()}

@@ -1,16 +1,16 @@
-"""What it changes on digits where a rival of gRDA is set otherwise: each beside the same method in `dirprune compare`.
+"""How other settings of gRDA's rivals change their results on digits, compared with those in `dirprune compare`.
 
     python benchmarks/departures.py [held-out,dense-start,…] [--seeds 10] [--out results/departures-digits.csv]
 
-held-out       a tenth of the training images is held out, and AMC is rewarded on them; dense training beside it
-dense-start    STR's thresholds start at σ(−3200), its authors' value for ResNet50, where ours start at σ(−10)
+held-out       a tenth of the training images is held out for AMC's reward; with dense training on the same images
+dense-start    STR's thresholds start at σ(−3200), its authors' value for ResNet50, instead of our σ(−10)
 one-stage      AMC prunes all at once instead of in four stages
-masks-alone    RigL's first weights are not divided by √density
+masks-alone    RigL's initial weights are not divided by √density
 
-Runs that the table has are not trained again. What is printed of each, at every sparsity: its accuracy, mean ± standard
-deviation over the seeds; its difference to dense training on the same images; and how far that difference is from the
-one of the method as it is, in `results/compare-digits`. Differences are taken seed by seed, ± their 95% confidence
-interval.
+Runs that are in the table are not trained again. For each setting and sparsity it prints the accuracy, as mean ±
+standard deviation over the seeds; the difference to dense training on the same images; and the change of that
+difference against the method as set in `results/compare-digits`. Differences are taken seed by seed, ± their 95%
+confidence interval.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ CPU = torch.device("cpu")
 COMPARED = Path("results/compare-digits/comparison.csv")
 SPARSITIES = (0.8, 0.9, 0.95)
 DECAYS = (0.055, 0.075, 0.11)
-"""Of STR's dense start: what leads to these sparsities."""
+"""The decays that lead to these sparsities with STR's dense start."""
 
 Accuracies = Mapping[int, float]
-"""By seed."""
+"""Accuracies by seed."""
 
 
 def variants(method: str, values: Sequence[float], **options: Option) -> list[Recipe]:
-    """Return the digits recipe with this method at these values of its knob, made with other options."""
+    """Return the digits recipe with this method at these values of its knob, with further options."""
     made = [contestant(method).enter(recipes.get("digits"), value) for value in values]
     return [replace(recipe, options=(*recipe.options, *options.items())) for recipe in made]
 
@@ -65,7 +65,7 @@ def departures() -> dict[str, list[Recipe]]:
 def trained(recipe: Recipe) -> list[EpochRecord]:
     """Train a recipe in memory, as `dirprune compare` would, and return its epochs.
 
-    The last is tested on the test set, even where images are held out, by which a method that searches is rewarded.
+    The last epoch is tested on the test set. Held-out images are only used for the reward of a method that searches.
 
     >>> [record.epoch for record in trained(recipes.changed(recipes.get("digits"), epochs=2))]
     [1, 2]
@@ -81,7 +81,7 @@ def trained(recipe: Recipe) -> list[EpochRecord]:
                 parts.model,
                 parts.optimizer,
                 images,
-                Sample(tuple(islice(test, 1)), test.batch_size, test.batch_size),  # testing takes its time
+                Sample(tuple(islice(test, 1)), test.batch_size, test.batch_size),  # one batch: testing takes time
                 epochs=recipe.epochs,
                 lr=recipe.lr,
                 schedule=recipe.schedule,
@@ -130,7 +130,7 @@ def gaps(accuracies: Accuracies, dense: Accuracies) -> Accuracies:
 
 
 def tell(departure: str, rows: Sequence[Row], compared: Sequence[Row]) -> None:
-    """Print what the runs of a departure come to, beside those of the comparison."""
+    """Print the results of a departure's runs, with their change against the comparison."""
     plain = dense_of(compared)
     dense = dense_of(rows) or plain
     if dense is not plain:

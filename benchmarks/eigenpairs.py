@@ -1,12 +1,12 @@
-"""Time of a Hessian product: against one forward and backward pass, and against curvlinops, in one run.
+"""Time of a Hessian product, compared with a forward and backward pass and with curvlinops in one run.
 
     python benchmarks/eigenpairs.py [--model vgg16] [--device cuda] [--precision tf32] [--batch 64] [--batches 2]
                                     [--out results/eigenpairs.csv]
 
-Differentiating a gradient costs about twice the gradient: the floor for a vector of a block, which shares the data and
-the first differentiation with the others. A vector alone pays for the gradient too, which makes about three. Compiled
-(always on CUDA, elsewhere with --compile), the tangent rides along with the gradient, and the kernels are fused.
-With --precision bfloat16 all rows run in mixed precision, but curvlinops', which has none of its own.
+Differentiating a gradient costs about twice the gradient. This is the floor for a vector in a block, which shares the
+data and the first differentiation with the others. A single vector also pays for the gradient: about three in all.
+Compiled (always on CUDA, elsewhere with --compile), the tangent is computed along with the gradient, in fused kernels.
+With --precision bfloat16 all rows run in mixed precision except curvlinops', which has no such option.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLOCK = 8
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV file; ``over_gradient`` is the ratio to one forward and backward pass."""
+    """A row of the CSV file; ``over_gradient`` is the ratio to one forward and backward pass."""
 
     model: str
     batch: int
@@ -78,7 +78,7 @@ def measure(
     compiled: bool,
     autocast: torch.dtype | None,
 ) -> dict[str, float]:
-    """Return the milliseconds of each way to a gradient or a product."""
+    """Return the milliseconds of each way to compute a gradient or a product."""
     loss_fn, parameters = nn.CrossEntropyLoss(), list(model.parameters())
     op = HessianOperator(model, loss_fn, batches, autocast=autocast)
     gauss_newton = HessianOperator(model, loss_fn, batches, kind="gauss-newton", autocast=autocast)
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--model", default="small", choices=MODELS)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="float32", choices=("float32", "tf32", "bfloat16"))
-    parser.add_argument("--compile", action="store_true", help="the compiled product too; always on CUDA")
+    parser.add_argument("--compile", action="store_true", help="time the compiled product too; always on CUDA")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--batches", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
@@ -160,7 +160,7 @@ def main() -> None:
 
     if options.model == "small":
         start = time.perf_counter()
-        op = HessianOperator(model, nn.CrossEntropyLoss(), batches)  # in full precision, to be believed
+        op = HessianOperator(model, nn.CrossEntropyLoss(), batches)  # in full precision, for accurate values
         pairs = top_eigenpairs(op, 5, tolerance=1e-3)
         took = time.perf_counter() - start
         print(

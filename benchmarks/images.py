@@ -3,7 +3,7 @@
     python benchmarks/images.py [--folder DIR] [--images 64] [--repeats 5] [--workers 2]
 
 Without --folder it makes JPEGs of ImageNet's usual size (500 × 375) and of a camera's (2000 × 1500). It prints images
-a second for each way in one process (the median of the repeats, which alternate between the two), and for the loader.
+per second for each way in one process (the median of the repeats, which alternate between the two), and for the loader.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SIZES = {"500x375": (500, 375), "2000x1500": (2000, 1500)}
 
 
 def make_folder(root: Path, size: tuple[int, int], images: int) -> None:
-    """Stands in for photographs: noise at every scale, so that a JPEG holds detail to decode."""
+    """Write substitutes for photographs: noise at every scale, so that the JPEGs have detail to decode."""
     source = np.random.default_rng(0)
     for number in range(images):
         layers = np.zeros((size[1], size[0], 3))
@@ -39,7 +39,7 @@ def make_folder(root: Path, size: tuple[int, int], images: int) -> None:
 
 
 def read_plainly(path: str, chance: random.Random | None) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """The slow twin of read_image: the whole picture is decoded, cut and resized."""
+    """Read an image as `read_image` does, but slowly: decode all of it, crop and resize."""
     with Image.open(path) as image:
         rgb = image.convert("RGB")
     left, upper, right, lower = random_box(rgb.size, chance) if chance else centre_box(rgb.size)
@@ -49,7 +49,7 @@ def read_plainly(path: str, chance: random.Random | None) -> np.ndarray[tuple[in
 
 
 def compare(paths: tuple[str, ...], augment: bool, repeats: int) -> tuple[float, float]:
-    """Images a second of the plain way and of the fast one, with the same crops."""
+    """Return images per second of the plain and of the fast way, with the same crops."""
 
     def run(read: Callable[[str, random.Random | None], object]) -> None:
         for number, path in enumerate(paths):
@@ -64,7 +64,7 @@ def report(label: str, root: Path, repeats: int, workers: int) -> None:
     for crop, augment in (("random", True), ("centre", False)):
         plain, fast = compare(images.paths, augment, repeats)
         print(f"{label:>10}  {crop:>6}  {plain:11.0f}  {fast:10.0f}  {fast / plain:5.2f}x", flush=True)
-    often = images.take(torch.arange(len(images.paths)).repeat(8))  # so that starting the workers weighs little
+    often = images.take(torch.arange(len(images.paths)).repeat(8))  # so that starting the workers matters little
     train = ImageFolderLoader(
         often, Batching(16, seed=0), IMAGENET_STATISTICS, torch.device("cpu"), workers, augment=True
     )
@@ -75,7 +75,7 @@ def report(label: str, root: Path, repeats: int, workers: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="a real folder with train/ and val/ instead of made pictures")
+    parser.add_argument("--folder", type=Path, help="a real folder with train/ and val/ instead of generated pictures")
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)

@@ -1,13 +1,13 @@
-"""What mode connectivity costs: points of weight space measured a second, and milliseconds a step of the fit.
+"""The cost of mode connectivity: points of weight space measured per second, and milliseconds per step of the fit.
 
     python benchmarks/points.py [--model vgg16] [--images 60000] [--batch 128] [--points 5] [--bf16] [--channels-last]
                                 [--out results/points.csv]
 
-A point is one weight vector measured on all images, BatchNorm's statistics re-estimated where the network has any. The
-images are noise: speed does not depend on what they show. Weights and images lie on the device. Each way of measuring
-gets one unmeasured point; then they alternate, point by point, and the median time of each counts. The fit runs an
-unmeasured epoch and two more, of which the faster one counts. Without CUDA there is nothing to capture, and only the
-plain ways are timed, by default on a small network for digits and few images.
+A point is one weight vector measured on all images, with BatchNorm's statistics re-estimated if there are any. The
+images are noise: speed does not depend on their content. Weights and images are on the device. Each way of measuring
+gets one warm-up point; then they alternate, point by point, and the median time of each counts. The fit runs a warm-up
+epoch and two more, of which the faster one counts. Without CUDA there is nothing to capture, and only the plain ways
+are timed, by default on a small network for digits and few images.
 """
 
 import argparse
@@ -32,7 +32,7 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV file."""
+    """A row of the CSV file."""
 
     model: str
     images: int
@@ -55,7 +55,7 @@ class Batches(list[Batch]):
 
 
 def synthetic(images: int, shape: tuple[int, ...], batch: int, device: str) -> Loaders:
-    """Five sixths of the images for training and the rest for testing, as in CIFAR."""
+    """Return noise images: five sixths for training and the rest for testing, as in CIFAR."""
     inputs = torch.randn(images, *shape, device=device)
     targets = torch.randint(CLASSES, (images,), device=device)
     batches = list(zip(torch.split(inputs, batch), torch.split(targets, batch), strict=True))
@@ -64,7 +64,7 @@ def synthetic(images: int, shape: tuple[int, ...], batch: int, device: str) -> L
 
 
 def point_by_point(evaluator: Evaluator, points: list[Weights]) -> Callable[[], object]:
-    """Return what measures the next point whenever it is called."""
+    """Return a function that measures the next point at each call."""
     following = iter(points)
     return lambda: evaluator(next(following))
 
@@ -117,7 +117,7 @@ def main() -> None:
         )
         fastest = 1000 * min([record.seconds for record in fit][1:]) / len(list(loaders.train))
         rate, ratio = 1e3 / medians[name], medians["plain"] / medians[name]
-        print(f"{name:>9}: {rate:8.3f} points a second, {ratio:.2f} × plain; {fastest:.3f} ms a step of the fit")
+        print(f"{name:>9}: {rate:8.3f} points per second, {ratio:.2f} × plain; {fastest:.3f} ms per step of the fit")
         work = (
             options.model,
             options.images,

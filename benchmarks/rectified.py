@@ -1,12 +1,12 @@
-"""BatchNorm with relu by our kernels against what torch.compile makes of the same, as ratios of one run.
+"""BatchNorm with relu: our kernels compared with torch.compile's, as ratios within one run.
 
     python benchmarks/rectified.py [--out FILE] [wrn28x10] [shapes] [tiles]
 
-Of a network: the captured training step with gRDA as `dirprune bench` takes it, evaluation of 10,000 images, where the
-time of a step goes, and the losses of 50 steps from the same weights. Of the shapes: BatchNorm and relu, forward and
-backward in a CUDA graph, beside the floor: a copy that moves the 16 bytes an element which the two directions have to
-(three passes over bfloat16 forward, five backward). Of the tiles: each kernel with the tiles that it has and with
-others, on tensors that are not in the cache. All forms take turns, and the median of the rounds is shown.
+wrn28x10: the captured training step with gRDA as `dirprune bench` takes it, evaluation of 10,000 images, where the time
+of a step goes, and the losses of 50 steps from the same weights. shapes: BatchNorm and relu, forward and backward in a
+CUDA graph, compared with the floor: a copy of the 16 bytes per element that the two directions must move (three passes
+over bfloat16 forward, five backward). tiles: each kernel with its own tiles and with others, on tensors that are not in
+the cache. All forms take turns, and the median of the rounds is shown.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BATCH = 128
 ROUNDS = 9
 STEPS = 50
 SHAPES = ((16, 32), (160, 32), (320, 16), (640, 8))
-"""Channels and height of WRN28x10's tensors."""
+"""Channels and height of WRN28x10's activations."""
 NETWORK = "wrn28x10"
 PARTS = (NETWORK, "shapes", "tiles")
 TRIED = {
@@ -53,13 +53,13 @@ TRIED = {
     "products": [Tile(r, p, warps=1) for r, p in ((4, 20), (8, 8), (8, 16))],
     "gradient": [Tile(r, p, warps=1) for r, p in ((4, 12), (4, 20), (8, 8))],
 }
-"""Beside those that the kernels have."""
+"""Tiles to try besides those that the kernels use."""
 _START = time.perf_counter()
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV file; what a ratio is taken of is the compiled plain form, and the floor where there is one."""
+    """A row of the CSV file, with ratios to the compiled plain form and to the floor, if there is one."""
 
     part: str
     what: str
@@ -74,11 +74,11 @@ class Row:
 
 Measured = dict[str, float]
 Found = tuple[str, str, str, float, "float | None", "float | None"]
-"""The first fields of a row."""
+"""The first fields of a `Row`."""
 
 
 def say(text: str) -> None:
-    """Print with the seconds since the start, at once: a run that is cut off has told what it knew."""
+    """Print at once, with the seconds since the start, so that a run that is cut off has shown its progress."""
     print(f"[{time.perf_counter() - _START:5.0f} s] {text}", flush=True)
 
 
@@ -86,7 +86,7 @@ Both = Callable[[], tuple[Tensor, ...]]
 
 
 def both_ways(forward: Callable[[Tensor], Tensor], x: Tensor, norm: nn.BatchNorm2d) -> Both:
-    """Return what computes the result and all gradients."""
+    """Return a function that computes the result and all gradients."""
     dy = torch.empty_like(x, requires_grad=False).normal_(generator=torch.Generator(DEVICE).manual_seed(1))
 
     def work() -> tuple[Tensor, ...]:
@@ -97,18 +97,18 @@ def both_ways(forward: Callable[[Tensor], Tensor], x: Tensor, norm: nn.BatchNorm
 
 
 def captured(work: Both) -> Callable[[], object]:
-    kept = record(work), work  # the graph reads and writes the memory of what it was recorded with
+    kept = record(work), work  # the graph uses the memory of the work that was recorded
     return lambda: kept[0][0].replay()
 
 
 def apart(ours: Both, theirs: Both) -> float:
-    """Return how far apart they are in result and gradients, as a share of the length of each."""
+    """Return the greatest relative distance between their results and gradients."""
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(ours(), theirs(), strict=True)]
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
 def shape(channels: int, height: int) -> tuple[Measured, float]:
-    """Return milliseconds of all forms, and how far apart the plain form and the kernels are."""
+    """Return the milliseconds of all forms, and the distance between the plain form and the kernels."""
     torch.compiler.reset()
     torch.manual_seed(0)
     x = torch.randn(BATCH, channels, height, height, device=DEVICE, dtype=torch.bfloat16)
@@ -142,7 +142,7 @@ def shapes() -> list[Found]:
 def launched(
     kernel: str, tile: Tile, tensors: list[Tensor], channels: int, *, empty: bool = False
 ) -> Callable[[int], object]:
-    """Return what launches the kernel, the i-th time on the i-th tensor and those after it; ``empty``, on no tile."""
+    """Return a function that launches the kernel on the i-th tensor and those after it; with ``empty``, on no tile."""
     device = tensors[0].device
     plan = kernels.plan(tile, tensors[0].numel(), channels, kernels._multiprocessors(device))
     sums = torch.empty(2 * plan.rows * channels, device=device)
@@ -200,7 +200,7 @@ def images(workload: bench.Workload, batch_size: int) -> tuple[Loaders, list[Bat
 
 
 def trainer(form: str) -> bench._Trainer:
-    """Return the network, its step captured and its evaluation too."""
+    """Return a trainer of the network with captured step and evaluation."""
     workload = bench.WORKLOADS[NETWORK]
     recipe = recipes.get(workload.recipe)
     without = mock.patch.object(rectified, "find_spec", return_value=None)
@@ -217,7 +217,7 @@ def scored(made: bench._Trainer) -> Callable[[], object]:
 
 
 def breakdown(made: bench._Trainer) -> Counter[str]:
-    """Return milliseconds of a step by kernel, those that inductor wrote together."""
+    """Return the milliseconds of a step by kernel; inductor's kernels are counted together."""
     steps = 5
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         made.steps(steps)
@@ -272,7 +272,7 @@ def main() -> None:
         found = {"shapes": shapes, "tiles": tiles, NETWORK: network}[part]()
         results += [Row(*row, where["device"], where["torch"], where["commit"]) for row in found]
         say(f"{part} done")
-        if args.out:  # after every part, for a run that is cut off
+        if args.out:  # after every part, in case the run is cut off
             merge_rows(args.out, Row, results, key=["hardware", "part"])
         torch.cuda.empty_cache()
 

@@ -1,13 +1,13 @@
-"""What an optimizer step costs, as ratios measured in one run.
+"""The cost of an optimizer step, as ratios measured in one run.
 
     python benchmarks/step.py [--out results/step.csv]
 
-Ours on every path, torch.optim.SGD on every path, the formulation of the paper's authors (abs, sign, clamp and multiply
-with fresh tensors), and the floor: copying the 16 bytes a parameter that the update has to move.
+Compares GRDA on every path, torch.optim.SGD on every path, the formulation of the paper's authors (abs, sign, clamp and
+multiply with new tensors), and the floor: copying the 16 bytes per parameter that the update must move.
 
-What a fresh tensor costs on a CPU depends on malloc. In a program as small as this one glibc soon keeps the memory that
-is freed; `MALLOC_MMAP_THRESHOLD_=131072 python benchmarks/step.py` has it take that of every large tensor from the
-system, which clears each page, as happens in programs whose memory is in more demand.
+The cost of a new tensor on a CPU depends on malloc. In a program as small as this one, glibc soon reuses freed memory.
+With `MALLOC_MMAP_THRESHOLD_=131072 python benchmarks/step.py` it gets the memory of every large tensor from the system,
+which clears each page, as happens in programs that use more memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROUNDS = 30
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV file."""
+    """A row of the CSV file."""
 
     shapes: str
     step: str
@@ -56,8 +56,8 @@ def many_small() -> list[Tensor]:
 
 
 def authors(params: list[nn.Parameter]) -> Callable[[], None]:
-    """The update as its authors published it: step and threshold of each parameter as tensors on the host, every
-    intermediate and the new parameter itself a fresh tensor."""
+    """Return the update as its authors published it: step and threshold of each parameter are tensors on the host, and
+    every intermediate and the parameter itself are new tensors."""
     lr, c, mu = 0.1, 5e-4, 0.51
     state = [(torch.zeros(1), torch.zeros(1), p.detach().clone()) for p in params]
 
@@ -74,7 +74,7 @@ def authors(params: list[nn.Parameter]) -> Callable[[], None]:
 
 
 def floor(params: list[nn.Parameter]) -> Callable[[], None]:
-    # Written to first: memory that nobody wrote is one page of zeros, which is read from the cache.
+    # Written first: memory that was never written is one page of zeros, which is read from the cache.
     source = torch.ones(2 * sum(p.numel() for p in params), device=DEVICE)
     target = torch.ones_like(source)
 
@@ -85,12 +85,12 @@ def floor(params: list[nn.Parameter]) -> Callable[[], None]:
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """The same step replayed from a CUDA graph: what the device needs, without Python's launch overhead."""
+    """Return the step as a CUDA graph: the time that the device needs, without Python's launch overhead."""
     graph = torch.cuda.CUDAGraph()
     step()
     with torch.cuda.graph(graph):
         step()
-    kept = (graph, step)  # the graph reads the optimizer's memory, so the optimizer must live as long
+    kept = (graph, step)  # the graph reads the optimizer's memory, so keep the optimizer alive
 
     def replay() -> None:
         kept[0].replay()

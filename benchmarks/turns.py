@@ -1,4 +1,4 @@
-"""How the benchmarks take time: all candidates in turn, so that what a machine does meanwhile falls on each alike."""
+"""How the benchmarks measure time: candidates take turns, so that other load on the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 def turns(
     works: Mapping[str, Callable[[], object]], rounds: int, *, repeats: int = 1, warm: int = 1
 ) -> dict[str, float]:
-    """Return milliseconds of each, the median over rounds in which all take turns; ``warm`` rounds before do not count.
+    """Return the median milliseconds of each over rounds in which all take turns, after ``warm`` uncounted rounds.
 
     >>> list(turns({"one": lambda: None, "two": lambda: None}, rounds=3))
     ['one', 'two']
@@ -30,7 +30,7 @@ def turns(
 
 
 def _now() -> float:
-    """Return the time when the device has done what it was given."""
+    """Return the time after the device has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

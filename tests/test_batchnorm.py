@@ -38,7 +38,7 @@ def test_what_fails_leaves_everything_as_it_was() -> None:
     norm = nn.BatchNorm1d(3, momentum=None).eval()
     norm.running_mean.fill_(2.0)
     wide = [*batches(4), (torch.zeros(4, 9), torch.zeros(4))]
-    for data, words in ((wide, "running_mean"), (batches(1, 1), "one alone a batch"), ([], "no examples")):
+    for data, words in ((wide, "running_mean"), (batches(1, 1), "only one per batch"), ([], "no examples")):
         with pytest.raises((ValueError, RuntimeError), match=words):
             estimate_statistics([norm], data, lambda inputs, _: norm(inputs))
         assert norm.running_mean.tolist() == [2.0, 2.0, 2.0]

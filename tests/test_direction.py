@@ -166,7 +166,7 @@ def test_bad_input_is_refused_with_a_reason(weights: Weights) -> None:
         directional_prune(w, w, -1)
     with pytest.raises(ValueError, match="lam is nan"):
         directional_prune(w, w, math.nan)
-    with pytest.raises(ValueError, match="one score a weight"):
+    with pytest.raises(ValueError, match="one score per weight"):
         directional_prune(w, w[:4], 1)
     with pytest.raises(ValueError, match="not in score"):
         directional_prune(weights, {}, 1)
@@ -245,7 +245,7 @@ def test_what_does_not_go_together_is_refused_with_the_remedy(weights: Weights) 
             function(w, weights, 0.1)
         with pytest.raises(ValueError, match="w is by name and score flat; give both"):
             function(weights, w, 0.1)
-        with pytest.raises(ValueError, match="one score a weight"):
+        with pytest.raises(ValueError, match="one score per weight"):
             function(w, w[:4], 0.1)
 
 

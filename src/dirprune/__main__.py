@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _mend_streams() -> None:
-    """Let a stream that is closed take what it is given, and one with few letters replace those that it has not."""
+    """Replace closed streams by os.devnull, and let streams without Unicode print similar ASCII characters."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -59,16 +59,16 @@ _PLAIN = dict(zip("×–—−·ûℓ₁₂ᵢ", "x---*ul12i", strict=True)) | {
 
 
 def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
-    """Replace what a stream has no letters for by what reads alike."""
+    """Replace characters that a stream cannot encode by similar ASCII ones."""
     assert isinstance(error, UnicodeEncodeError)
     return "".join(_PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
 
 def _leave(code: int) -> None:
-    """End one of several processes at once.
+    """End one of several processes immediately.
 
-    Threads of torch.distributed, which DDP keeps alive, may still have a tensor to give back. Where they come to it
-    after Python has gone, they abort the process, and torchrun calls a run failed that is complete.
+    DDP keeps threads of torch.distributed alive that may still hold a tensor. If they release it after Python has shut
+    down, they abort the process, and torchrun reports a complete run as failed.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,8 +1,8 @@
 """The gRDA step of all tensors in one Triton launch, for CUDA; imported only when used.
 
-Where each tensor lies is a row of a table of addresses on the device, which is sent again only when an address or a
-number in it changes. A program of the kernel takes one chunk of one tensor: it reads g and v, writes v and w, and
-nothing else. Step and threshold of every parameter lie on the device too, so that the host never waits.
+The addresses of each tensor are a row of a table on the device. The table is sent again only when an address or a
+number in it changes. A program of the kernel handles one chunk of one tensor: it reads g and v, writes v and w, and
+nothing else. Step and threshold of every parameter are on the device too, so that the host never waits.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dirprune.graphs import is_capturing
 from dirprune.state import check_devices, check_shapes
 
 CHUNK = 8192
-"""Elements that one program takes: enough to make up for reading where they lie and computing the threshold."""
+"""Elements per program: enough to make up for reading the addresses and computing the threshold."""
 BLOCK = 1024
-"""Elements in flight at once."""
+"""Elements that a program loads at once."""
 _COMPILATION = {"num_warps": 4, "enable_fp_fusion": True}
-"""Products that are added up are rounded once, as in torch's own CUDA kernels."""
+"""Fused multiply-add rounds once, as in torch's own CUDA kernels."""
 _SPARES = 4
-"""Tables allocated ahead, since a capture may not allocate: as many captures can follow one step outside a graph."""
+"""Tables allocated ahead, since a capture may not allocate: this many captures can follow one uncaptured step."""
 _COLUMNS = tl.constexpr(7)  # param, grad, accumulator, momentum buffer, elements, step, threshold
 _HEADER = tl.constexpr(5)  # lr, c, mu, momentum, weight decay, as float64
 _DTYPE, _KIND = attrgetter("dtype"), attrgetter("device", "dtype")
@@ -60,7 +60,7 @@ def _float64(address):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pointer(cell, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return where a cell of the table points; aligned, each thread moves 16 bytes at a time."""
+    """Return the pointer in a cell of the table; if it is aligned, each thread moves 16 bytes at a time."""
     address = tl.load(cell).to(tl.pointer_type(KIND))
     if ALIGNED:
         address = tl.multiple_of(address, 16)
@@ -69,10 +69,10 @@ def _pointer(cell, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def _grown(table, lr, n, tau):  # type: ignore[no-untyped-def]
-    """Return the threshold of step n, from that of the step before.
+    """Return the threshold of step n, given that of the step before.
 
-    At n = 1 the second power is 0^μ = 0, whose logarithm must not be taken; nor that of a rate of 0. No branches, so
-    that the first elements are on their way while this is computed.
+    At n = 1 the second power is 0^μ = 0: its logarithm must not be taken, nor that of a rate of 0. There are no
+    branches, so that the first elements are loaded while this is computed.
     """
     c = _float64(table + 1)
     mu = _float64(table + 2)
@@ -100,9 +100,9 @@ def _take(  # type: ignore[no-untyped-def]
     WEIGHT_DECAY: tl.constexpr,
     MAXIMIZE: tl.constexpr,
 ):
-    """Step the elements at ``offsets``, or of those the ones ``inside`` the tensor.
+    """Step the elements at ``offsets``, or only those ``inside`` the tensor.
 
-    Nobody reads g or v before the next step; first out of the cache, they leave room for w, which is read next.
+    g and v are not read before the next step. They are evicted from the cache first, to leave room for w, which is.
     """
     PARAM = param.dtype.element_ty
     STATE = accumulator.dtype.element_ty
@@ -120,7 +120,7 @@ def _take(  # type: ignore[no-untyped-def]
     # Written so that |v| ≤ τ gives +0.0 and a NaN stays one.
     w = tl.where(v > bound, v - bound, tl.where(v < -bound, v + bound, tl.where(v == v, 0.0, v)))
     w = w.to(PARAM)
-    if PARAM != STATE:  # what underflows in the cast keeps its sign
+    if PARAM != STATE:  # a value that underflows in the cast keeps its sign
         w = tl.where(w == 0.0, 0.0, w)
     tl.store(param + offsets, w, mask=inside)
 
@@ -165,7 +165,7 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
     bound = tau.to(STATE)
     m = _float64(table + 3).to(STATE)
     decay = _float64(table + 4).to(STATE)
-    # A mask makes each thread move one element at a time instead of 16 bytes: only a tensor's last chunk needs it.
+    # With a mask each thread moves one element at a time instead of 16 bytes: only a tensor's last chunk needs it.
     if first + CHUNK <= elements:
         for start in range(0, CHUNK, BLOCK):
             offsets = first + start + tl.arange(0, BLOCK)
@@ -187,16 +187,16 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
 
 
 class Launcher:
-    """What one parameter group needs to launch the kernel: maps of chunks, and tables of addresses.
+    """Launches the kernel for one parameter group, and keeps its maps of chunks and tables of addresses.
 
-    Call it as `dirprune.update.grda`; it launches once for each combination of dtypes, usually one. It must outlive the
-    CUDA graphs that it was captured in: they read its tables.
+    Call it like `dirprune.update.grda`. It launches once per combination of dtypes, of which there is usually one. It
+    must outlive the CUDA graphs that it was captured in: they read its tables.
     """
 
     def __init__(self) -> None:
         self._maps: dict[tuple[torch.device, tuple[int, ...]], tuple[Tensor, ...]] = {}
         self._spare: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
-        self._aside: Any = None  # a stream for what a capture must not record
+        self._aside: Any = None  # a stream for copies that a capture must not record
         self._captured: list[Any] = []
         self._signature: tuple[Any, ...] | None = None
         self._launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -219,7 +219,7 @@ class Launcher:
         weight_decay: float,
         maximize: bool,
     ) -> None:
-        """Take the step."""
+        """Take one step."""
         device = params[0].device
         if isinstance(lr, Tensor) and lr.device != device:
             lr = float(lr) if lr.is_cpu else lr.to(device)
@@ -234,16 +234,16 @@ class Launcher:
             flags |= {"MAXIMIZE": maximize, "LR_TENSOR": isinstance(lr, Tensor)}
             self._launches, moved = self._plan(params, grads, state, scalars, lr, flags)
             self._signature = None if moved else signature
-            self._held = (*map(list, state), lr)  # an address means the same tensor only as long as that one lives
+            self._held = (*map(list, state), lr)  # an address identifies a tensor only as long as it lives
         if is_capturing(device):
-            self._captured.append((self._launches, self._held))  # what the graph reads must live as long as it may
+            self._captured.append((self._launches, self._held))  # what a graph reads must live as long as the graph
         for arguments, kinds in self._launches:
             grid = (arguments[1].numel(),)
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 _grda_kernel[grid](*arguments, **kinds, CHUNK=CHUNK, BLOCK=BLOCK, **_COMPILATION)
         for p, w, _ in moved:
             p.copy_(w)
-        torch.autograd.graph.increment_version(params)  # autograd does not see what a kernel writes
+        torch.autograd.graph.increment_version(params)  # autograd does not see a kernel's writes
 
     def _plan(
         self,
@@ -254,7 +254,7 @@ class Launcher:
         lr: float | Tensor,
         flags: dict[str, bool],
     ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[tuple[Tensor, ...]]]:
-        """Return the arguments of the launches, and (parameter, its copy, its gradient's) where layouts differ."""
+        """Return the arguments of the launches, and (parameter, its copy, its gradient's copy) where layouts differ."""
         check_shapes(params, state[0])
         kinds: dict[tuple[torch.device, torch.dtype, torch.dtype, torch.dtype], list[int]] = {}
         for i, (p, g, v) in enumerate(zip(params, grads, state[0], strict=True)):
@@ -288,10 +288,10 @@ class Launcher:
         return launches, moved
 
     def _map(self, sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-        """Return which tensor, and which chunk of it, each program takes; and how many programs each tensor has."""
+        """Return the tensor and the chunk of each program, the number of programs per tensor, and arrival counters."""
         if (device, sizes) not in self._maps:
             _refuse_capture(device)
-            # A tensor without elements still steps: one program for it, all of whose elements are masked.
+            # A tensor without elements still steps: it gets one program with all elements masked.
             counts = [max(1, -(-size // CHUNK)) for size in sizes]
             tensor = [t for t, count in enumerate(counts) for _ in range(count)]
             index = [i for count in counts for i in range(count)]
@@ -302,7 +302,7 @@ class Launcher:
         return self._maps[device, sizes]
 
     def _send(self, cells: list[int], device: torch.device) -> Tensor:
-        """Return the cells on the device; only a capture has the host wait for that."""
+        """Copy the cells to the device; the host waits for that only during a capture."""
         host = torch.tensor(cells, dtype=torch.int64, device="cpu")
         if device.type != "cuda":
             return host
@@ -316,31 +316,31 @@ class Launcher:
             return host.pin_memory().to(device, non_blocking=True)
         if not spares:
             _refuse_capture(device)
-        # On a stream that is not captured: the graph needs the table and not the copy, at no replay.
+        # On a stream that is not captured: a replay needs the table, but not the copy.
         pinned, table, echo = spares.pop()
         pinned.copy_(host)
         with torch.cuda.stream(self._aside):
             table.copy_(pinned, non_blocking=True)
             echo.copy_(table, non_blocking=True)
-        while not torch.equal(echo, host):  # what waits for a stream is forbidden while another one is captured
+        while not torch.equal(echo, host):  # waiting for a stream is forbidden while another one is captured
             time.sleep(0)
         return table
 
 
 def _whereabouts(per_element: Sequence[Sequence[Tensor]], scalars: Sequence[Sequence[Tensor]]) -> Iterator[list[Any]]:
-    """Yield what decides where the kernel reads and writes; by `map`, because every step asks it of every tensor."""
+    """Yield all that decides where the kernel reads and writes; with `map`, because it runs in every step."""
     for tensors in per_element:
         yield list(map(Tensor.data_ptr, tensors))
     yield list(map(Tensor.numel, per_element[0]))
-    for tensors in per_element[:2]:  # parameters and gradients, which others own
+    for tensors in per_element[:2]:  # others may replace parameters and gradients
         yield list(map(Tensor.stride, tensors))
         yield list(map(_DTYPE, tensors))
-    for numbers in scalars:  # held while their addresses are in use, so that identity is enough
+    for numbers in scalars:  # kept alive while their addresses are in use, so identity is enough
         yield list(map(id, numbers))
 
 
 def _stream(device: torch.device) -> int:
-    """Return the stream that steps run on: a table belongs to the one that it was sent on."""
+    """Return the stream that steps run on: a table belongs to the stream it was sent on."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
@@ -350,11 +350,11 @@ def _refuse_capture(device: torch.device) -> None:
 
 
 def _bits(value: float) -> int:
-    """Return the bits of a float64 as an int64: how a number travels in a table of addresses."""
+    """Return the bits of a float64 as an int64, to store a number in a table of addresses."""
     bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
     return bits
 
 
 def _same_layout(tensor: Tensor, like: Tensor) -> bool:
-    """Whether the elements lie in memory in the order of ``like``, an accumulator, which is always dense."""
+    """Return whether the elements are in memory in the order of ``like``, an accumulator, which is always dense."""
     return tensor.stride() == like.stride() or (tensor.is_contiguous() and like.is_contiguous())

@@ -1,4 +1,4 @@
-"""An orthonormal basis of long vectors, held as the rows of a tensor; sums are kept in float64."""
+"""An orthonormal basis of long vectors, held as the rows of a tensor; sums are in float64."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-STRIP = 2**16  # how much of a long vector is summed, or rotated, at a time
+STRIP = 2**16  # elements of a long vector that are summed or rotated at a time
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def unrounded(function: Function) -> Function:
-    """Keep the autocast that a caller may be in, which would round products, away from a function of a tensor."""
+    """Decorate a function of a tensor to run without the caller's autocast, which would round products."""
 
     @wraps(function)
     def called(tensor: Tensor, *others: Any) -> Any:
@@ -42,9 +42,9 @@ def length(vector: Tensor) -> float:
 
 
 def unit_of(vectors: Tensor) -> float:
-    """Return the power of two below the greatest element: divided by it, squares neither underflow nor overflow.
+    """Return the largest power of two up to max|element|: after division by it, squares do not underflow or overflow.
 
-    A power of two, because dividing by it rounds nothing.
+    Division by a power of two is exact.
 
     >>> unit_of(torch.tensor([3e-30, -5e-30])), unit_of(torch.zeros(2))
     (3.1554436208840472e-30, 1.0)
@@ -58,7 +58,7 @@ def orthogonalise(vector: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Return the vector without its components on the rows of the basis, and those components."""
     overlaps = inner(basis, vector)
     vector = vector - overlaps.to(vector) @ basis
-    again = inner(basis, vector)  # what round-off left of them the first time; twice is enough
+    again = inner(basis, vector)  # what round-off left the first time; twice is enough
     return vector - again.to(vector) @ basis, overlaps + again
 
 
@@ -71,7 +71,7 @@ def fresh(basis: Tensor, generator: torch.Generator) -> Tensor:
 
 @unrounded
 def rotate(basis: Tensor, coefficients: Tensor) -> None:
-    """Replace the first rows of the basis by combinations of all, a column of coefficients each."""
+    """Replace the first rows of the basis by combinations of all rows, one per column of coefficients."""
     turn = coefficients.to(basis).T
-    for strip in torch.split(basis, STRIP, dim=1):  # not all at once: that would take as much memory again
+    for strip in torch.split(basis, STRIP, dim=1):  # all at once would take as much memory again
         strip[: len(turn)] = turn @ strip

@@ -1,4 +1,4 @@
-"""Batches: pairs (inputs, targets), each a tensor or tensors in any nesting; and the loss of one."""
+"""Batches: pairs (inputs, targets), each a tensor or tensors in any nesting; and the loss of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def refuse_iterator(batches: object, name: str) -> None:
-    """Raise a ValueError if the batches can be had only once."""
+    """Raise a ValueError if the batches can be iterated only once."""
     if isinstance(batches, Iterator):
         raise ValueError(f"{name} is an iterator, spent after one pass; give a list or a DataLoader")
 
@@ -39,7 +39,7 @@ def examples_in(targets: Any) -> int:
     """Return the number of examples: the length of the targets, or that of the tensors in them.
 
     Raises:
-        ValueError: several tensors of different lengths, or what has no length.
+        ValueError: if tensors have different lengths, or the targets have no length.
 
     >>> examples_in(torch.zeros(5)), examples_in({"class": torch.zeros(5)}), examples_in((torch.zeros(5, 2),) * 2)
     (5, 5, 5)
@@ -63,28 +63,28 @@ def _common_length(parts: Iterable[Any]) -> int:
     if len(lengths) != 1:
         raise ValueError(
             f"the targets hold parts of {' and '.join(map(str, sorted(lengths))) or 'no'} examples; give every part "
-            "one entry an example, or a list with a dict for each example"
+            "one entry per example, or give a list with a dict for each example"
         )
     return lengths.pop()
 
 
 def moved(data: Any, device: torch.device) -> Any:
-    """Return the data with everything in it that can be moved on the device."""
+    """Return the data with everything that can be moved on the device."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             there = leaf.to(device, non_blocking=True)
-            return there.clone() if there.is_inference() else there  # which takes no part in derivatives
-        if isinstance(leaf, Mapping):  # some move in place, and these are the user's own
+            return there.clone() if there.is_inference() else there  # inference tensors cannot be differentiated
+        if isinstance(leaf, Mapping):  # some move in place, which would change the user's own
             return {key: moved(value, device) for key, value in leaf.items()}
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
-    # What moves itself does so as a whole: of a PackedSequence a part must stay on the host.
+    # An object with `to` moves as a whole: a part of a PackedSequence must stay on the host.
     return tree_map(move, data, is_leaf=lambda node: hasattr(node, "to"))
 
 
 def mean_loss(loss_fn: Loss, outputs: Any, targets: Any) -> Tensor:
-    """Return ``loss_fn(outputs, targets)``, or refuse a sum, and what is not one number: both would pass for a mean."""
+    """Return ``loss_fn(outputs, targets)``; raise if it is a sum or not a scalar, which would be taken for a mean."""
     if getattr(loss_fn, "reduction", "mean") == "sum":
         raise ValueError(
             "loss_fn has reduction='sum'; it must be the mean over the batch, which is weighted by its number of "

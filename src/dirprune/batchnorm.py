@@ -1,4 +1,4 @@
-"""BatchNorm's statistics, estimated anew for the weights at hand."""
+"""BatchNorm's statistics, re-estimated for given weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def batchnorms(model: nn.Module) -> list[_BatchNorm]:
 
 
 def lacks_variance(error: ValueError) -> bool:
-    """Tell whether this is BatchNorm's refusal to train on a single value a channel, as of a batch of one example."""
+    """Return whether BatchNorm refused to train on a single value per channel, as in a batch of one example."""
     return "more than 1 value per channel" in str(error)
 
 
@@ -28,17 +28,17 @@ def estimate_statistics(
     batches: Iterable[Batch],
     forward: Callable[[Any, Any], object],
 ) -> None:
-    """Replace running statistics by mean and variance of each batch, averaged over the samples.
+    """Replace the running statistics by the mean and variance of each batch, averaged over the samples.
 
-    Batches must be mixed, as in training. Sorted by class they lack the variance between classes, and adding that of
-    their means would mend the first layer alone: those behind it are given what single classes normalise to.
+    Batches must mix the classes, as in training. Batches sorted by class lack the variance between classes. Adding the
+    variance of their means would correct only the first layer: later ones see inputs normalised class by class.
 
-    Of a layer that a pass uses more than once the last use counts. A batch of one example, of which a layer gets one
-    value a channel, has no variance and is left out. If a pass fails, the statistics stay as they were.
+    If a pass uses a layer more than once, the last use counts. A batch of one example that gives a layer one value per
+    channel has no variance, and is left out. If a pass fails, the statistics stay as they were.
 
     Args:
-        norms: from `batchnorms`; the mode of everything else is the caller's.
-        batches: pairs (inputs, targets); the targets tell the number of samples.
+        norms: from `batchnorms`; the modes of all other modules are up to the caller.
+        batches: pairs (inputs, targets); the targets give the number of samples.
         forward: ``forward(inputs, targets)`` passes a batch through the network.
 
     >>> norm = nn.BatchNorm1d(1).eval()
@@ -53,8 +53,8 @@ def estimate_statistics(
     sums, seen = [torch.zeros_like(s, dtype=torch.promote_types(s.dtype, torch.float32)) for s in statistics], 0
     try:
         for norm in norms:
-            norm.reset_running_stats()  # a nan would stay: 0 · nan = nan
-            norm.momentum, norm.training = 1.0, True  # a pass leaves its batch's statistics alone in the buffers
+            norm.reset_running_stats()  # NaN would stay: 0 · NaN = NaN
+            norm.momentum, norm.training = 1.0, True  # the buffers then hold the statistics of the last batch only
         for inputs, targets in pairs(batches, "batches"):
             try:
                 forward(inputs, targets)
@@ -67,7 +67,7 @@ def estimate_statistics(
             seen += samples
         if not seen:
             raise ValueError(
-                "batches holds no examples, or one alone a batch, so there is nothing to estimate statistics from; "
+                "batches holds no examples, or only one per batch, so there is nothing to estimate statistics from; "
                 "give larger batches"
             )
         result = list(torch._foreach_div(sums, seen))

@@ -1,7 +1,7 @@
 """Mode connectivity: curves of low loss, and planes, through the weights of any networks of one architecture.
 
-Two solutions lie in one valley when a curve joins them along which the loss does not rise. `BezierCurve` is the curve,
-`fit_curve` bends it into the valley, `curve_profile` and `plane_profile` measure what it runs through.
+Two solutions lie in one valley if a curve joins them along which the loss does not rise. `BezierCurve` is the curve,
+`fit_curve` bends it into the valley, and `curve_profile` and `plane_profile` measure the loss along it and around it.
 
 Reference: Garipov et al., "Loss surfaces, mode connectivity, and fast ensembling of DNNs", NeurIPS 2018.
 """
@@ -37,7 +37,7 @@ class BezierCurve(nn.Module):
         θ(t) = Σᵢ C(n, i) tⁱ (1−t)ⁿ⁻ⁱ pᵢ,   p₀ = start, pₙ = end, n = bends + 1
 
     One bend gives θ(t) = (1−t)²·start + 2t(1−t)·bend + t²·end; none gives the straight line. The bends begin on that
-    line, bend i at the fraction i/n of it, so that the curve does too. The endpoints never move.
+    line, bend i at the fraction i/n of it, so that the curve starts as the straight line. The endpoints never move.
 
     Args:
         start, end: weights of two networks of the same architecture.
@@ -52,13 +52,13 @@ class BezierCurve(nn.Module):
 
     def __init__(self, start: Mapping[str, Tensor], end: Mapping[str, Tensor], *, bends: int = 1) -> None:
         super().__init__()
-        if not hasattr(bends, "__index__") or bends < 0:  # which whole numbers of any kind have
+        if not hasattr(bends, "__index__") or bends < 0:  # integers of any kind have it
             raise ValueError(f"bends is {bends}; give 0 for the straight line or a positive number of control points")
         check_named(start, "start")
         check_named(end, "end")
         self._like = {name: tensor.detach().to("meta") for name, tensor in start.items()}
-        # Flat vectors: a point of the curve is a few large operations, however many layers the network has. Endpoints
-        # are checkpoints already, hence not persistent: the state of the curve is its bends.
+        # Flat vectors: a point of the curve takes a few large operations, however many layers the network has. The
+        # endpoints are not persistent, because they are checkpoints already: the state of the curve is its bends.
         ends = _vector(start, self._like, "start", "start"), _vector(end, self._like, "start", "end")
         for name in start:
             first, last = (f"{point[name].dtype} on {point[name].device}" for point in (start, end))
@@ -68,7 +68,7 @@ class BezierCurve(nn.Module):
         self.bends = nn.ParameterList([torch.lerp(*ends, i / (bends + 1)) for i in range(1, bends + 1)])
 
     def point(self, t: float | Tensor) -> Weights:
-        """Return the weights θ(t), differentiable in the bends; a tensor t is trusted, since to look is to wait."""
+        """Return the weights θ(t), differentiable in the bends; a tensor t is not checked: that would wait."""
         if not isinstance(t, Tensor):
             if not 0 <= t <= 1:
                 raise ValueError(f"t is {t}; the curve runs from t=0 (start) to t=1 (end)")
@@ -113,22 +113,22 @@ def fit_curve(
     compiled: bool = False,
     capture: bool = False,
 ) -> Iterator[FitRecord]:
-    """Bend the curve into the valley, epoch by epoch: minimise E[loss(θ(t))] over t ~ U(0, 1), one t a minibatch.
+    """Bend the curve into the valley, epoch by epoch: minimise E[loss(θ(t))] over t ~ U(0, 1), one t per batch.
 
-    The model lends its architecture and stays as it was. All that an epoch draws (t, dropout) follows from
-    ``(seed, epoch)``: to resume, load the states of curve and optimizer and go on at ``first_epoch``.
+    Only the model's architecture is used; the model itself does not change. All random numbers of an epoch (t, dropout)
+    follow from ``(seed, epoch)``: to resume, load the states of curve and optimizer and continue at ``first_epoch``.
 
     Args:
         loaders: ``loaders.train.epoch(e)`` gives the minibatches of epoch e = first_epoch … epochs; a DataLoader, or
-            whatever else has no ``epoch``, is iterated anew for each. Inputs, targets and outputs may be tensors in
+            anything else without ``epoch``, is iterated once per epoch. Inputs, targets and outputs may be tensors in
             any nesting, and are moved to the curve's device.
-        optimizer: one over ``curve.parameters()``; by default SGD with lr .1 and momentum .9, as published for VGG16.
+        optimizer: over ``curve.parameters()``; by default SGD with lr .1 and momentum .9, as published for VGG16.
         schedule: the learning rate of epoch e; by default the optimizer's own.
-        loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch; in the record batches count by their targets.
+        loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch; the record weights batches by their size.
         autocast: a lower precision for the forward pass, such as ``torch.bfloat16``.
         channels_last: give images to the network in that memory format.
         compiled: `torch.compile` the network, for batches of the shape of the first one.
-        capture: replay whole steps as CUDA graphs; the optimizer must then be a fused SGD whose lr is a tensor there.
+        capture: replay whole steps as CUDA graphs; the optimizer must then be a fused SGD with lr a CUDA tensor.
 
     >>> from types import SimpleNamespace
     >>> data = type("Data", (list,), {"epoch": lambda self, e: self})([(torch.eye(2), torch.tensor([0, 1]))])
@@ -137,7 +137,7 @@ def fit_curve(
     >>> [record.epoch for record in fit]
     [1, 2]
 
-    Reference: Garipov et al. 2018, section 3.2. Raises FloatingPointError after an epoch that left the finite numbers.
+    Reference: Garipov et al. 2018, section 3.2. Raises FloatingPointError if a loss or bend is no longer finite.
     """
     if epochs < 1:
         raise ValueError(f"epochs is {epochs}; a fit needs at least one")
@@ -145,7 +145,7 @@ def fit_curve(
     check_loaders(loaders, "train")
     refuse_iterator(loaders.train, "loaders.train")
     kind = _CapturedFitStep if capture else _FitStep
-    with torch.inference_mode(False):  # a caller's own
+    with torch.inference_mode(False):  # the caller may be in it
         step = kind(model, curve, optimizer, loss_fn, autocast, channels_last, compiled)
     device = curve.bends[0].device
     for epoch in range(first_epoch, epochs + 1):
@@ -157,7 +157,7 @@ def fit_curve(
         with seeded(seed * 1_000_003 + epoch, device), torch.inference_mode(False), torch.enable_grad():
             totals = torch.zeros(3, dtype=torch.float64, device=device)
             for inputs, targets in pairs(_minibatches(loaders.train, epoch), "loaders.train"):
-                if not examples_in(targets):  # whose mean loss is no number
+                if not examples_in(targets):  # its mean loss would be NaN
                     continue
                 t = torch.rand((), dtype=torch.float64, device="cpu").item()
                 totals += step(moved(inputs, device), moved(targets, device), t)
@@ -173,7 +173,7 @@ def _minibatches(train: Any, epoch: int) -> Iterable[Batch]:
 
 
 class _FitStep:
-    """One step of the fit at a given t, operation by operation."""
+    """One step of the fit at a given t, not captured."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class _FitStep:
         self._shapes: list[torch.Size] = []
 
     def reset(self) -> None:
-        """Begin an epoch with the model's own buffers: nothing but curve and optimizer lives on from the last one."""
+        """Begin an epoch with the model's own buffers: only curve and optimizer carry over from the last one."""
         for name, buffer in self._network.named_buffers():
             self._buffers[name].copy_(buffer)
 
@@ -206,7 +206,7 @@ class _FitStep:
         self._shapes = self._shapes or shapes
         forward = self._compiled if shapes == self._shapes else self._outputs  # a short last batch is not worth it
         weights = self._curve.point(t)
-        # Leaves, so that what is compiled is the network's derivative alone; the curve's follows by `backward` below.
+        # Leaves, so that only the network's derivative is compiled; the curve's follows by `backward` below.
         leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         with precision(self._device, self._autocast):
             with _variance_asked_for():
@@ -221,7 +221,7 @@ class _FitStep:
 
 
 class _CapturedFitStep(_FitStep):
-    """The same step as a CUDA graph, which finds t and the learning rate in tensors on the device."""
+    """The same step as a CUDA graph, which reads t and the learning rate from tensors on the device."""
 
     def __init__(self, model: nn.Module, curve: BezierCurve, optimizer: torch.optim.Optimizer, *options: Any) -> None:
         super().__init__(model, curve, optimizer, *options)
@@ -237,7 +237,7 @@ class _CapturedFitStep(_FitStep):
                     f"lr=torch.tensor(…, device={str(device)!r}), fused=True and no dampening"
                 )
             for bend in group["params"] if group["momentum"] else ():
-                # Present from the start, so that the first step is captured as it is replayed: 0 · momentum + gradient.
+                # Present from the start, so that the first step is captured like the others: 0 · momentum + gradient.
                 optimizer.state[bend].setdefault("momentum_buffer", torch.zeros_like(bend))
         momenta = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor is not None]
         self._t = torch.zeros((), dtype=torch.float64, device=device)
@@ -258,7 +258,7 @@ def _channels_last(leaf: Any) -> Any:
 
 @contextmanager
 def _variance_asked_for() -> Iterator[None]:
-    """Say what to do about a batch that a BatchNorm cannot be trained on."""
+    """Name the remedy if a batch is too small to train a BatchNorm on."""
     try:
         yield
     except ValueError as error:
@@ -273,7 +273,7 @@ def _variance_asked_for() -> Iterator[None]:
 def _checked(
     model: nn.Module, curve: BezierCurve, optimizer: torch.optim.Optimizer | None, capture: bool
 ) -> torch.optim.Optimizer:
-    """Return the optimizer, or the published one, of a curve that can be fitted; refuse the others."""
+    """Return the optimizer, by default the published one; raise if it or the curve cannot be fitted."""
     check_fits(model, curve.point(0), "the curve")
     if not curve.bends:
         raise ValueError("curve has bends=0 and nothing to fit; build it with bends=1 or more")
@@ -293,13 +293,13 @@ def _checked(
 
 @dataclass(frozen=True)
 class CurveProfile:
-    """The points of a curve in the order of t, and what they say of the valley."""
+    """The measured points of a curve in the order of t, and its barriers."""
 
     points: tuple[Measurement, ...]
 
     @property
     def highest(self) -> Measurement:
-        """Where the barrier is: the point of greatest training loss (nan counts as the greatest)."""
+        """The point with the highest training loss, where the barrier is; NaN counts as highest."""
         return max(self.points, key=lambda point: _nan_is_worst(point.train_loss))
 
     @property
@@ -319,7 +319,7 @@ class CurveProfile:
 
     @property
     def best(self) -> Measurement:
-        """The point of least test error; of equals, that of least test loss."""
+        """The point with the lowest test error; among equals, the one with the lowest test loss."""
         return min(self.points, key=lambda point: (_nan_is_worst(point.test_error), _nan_is_worst(point.test_loss)))
 
 
@@ -328,8 +328,8 @@ def curve_profile(
 ) -> CurveProfile:
     """Measure the curve at ``points`` equidistant t from 0 to 1, endpoints included. ``options`` are the `Evaluator`'s.
 
-    With BatchNorm ``loaders.train`` must not be sorted by class; where it shuffles, the result depends on the global
-    seed, since the statistics are means over the batches that it happens to give.
+    With BatchNorm, ``loaders.train`` must not be sorted by class. If it shuffles, the result depends on the global
+    seed, because the statistics are means over its batches.
 
     >>> from types import SimpleNamespace
     >>> data = [(torch.eye(2), torch.tensor([0, 1]))]
@@ -361,7 +361,7 @@ class Plane:
             check_named(w, f"w{i}")
         self._like = {name: tensor.detach().to("meta") for name, tensor in w0.items()}
         vectors = [_vector(w, self._like, "w0", f"w{i}") for i, w in enumerate((w0, w1, w2))]
-        # Double, because x and y are small differences of long vectors.
+        # In float64, because x and y are small differences of long vectors.
         self._origin, second, third = (vector.double() for vector in vectors)
         across, beyond = second - self._origin, third - self._origin
         rounding = 4 * torch.finfo(vectors[0].dtype).eps * max(v.norm().item() for v in (self._origin, across, beyond))
@@ -384,9 +384,9 @@ class Plane:
         return _weights(torch.add(self._origin, self._u, alpha=x).add_(self._v, alpha=y), self._like)
 
     def grid(self, grid: int = 21, margin: float = 0.2) -> list[tuple[float, float]]:
-        """Return grid × grid places (x, y), x fastest: the networks' box and ``margin`` of it on each side."""
+        """Return grid × grid places (x, y), x fastest, over the networks' box and ``margin`` of it on each side."""
         if grid < 2 or not 0 <= margin < math.inf:
-            raise ValueError(f"grid is {grid} and margin {margin}; give at least 2 points a side and a margin ≥ 0")
+            raise ValueError(f"grid is {grid} and margin {margin}; give at least 2 points per side and a margin ≥ 0")
         steps = [(1 + 2 * margin) * i / (grid - 1) - margin for i in range(grid)]
         xs, ys = zip(*self.corners, strict=True)
         return [(min(xs) + a * (max(xs) - min(xs)), min(ys) + b * (max(ys) - min(ys))) for b in steps for a in steps]
@@ -400,11 +400,11 @@ def plane_profile(
 
 
 def _vector(weights: Mapping[str, Tensor], like: Weights, like_is: str, weights_is: str) -> Tensor:
-    """Return the weights as one vector in the order of ``like``, or refuse those of another network."""
+    """Return the weights as one vector in the order of ``like``; raise if they belong to another network."""
     check_alike(like, weights, like_is, weights_is)
     if other := next((name for name, tensor in weights.items() if not tensor.is_floating_point()), None):
         raise ValueError(
-            f"{other!r} in {weights_is} is {weights[other].dtype} and no weight: give take(model) and not state_dict()"
+            f"{other!r} in {weights_is} is {weights[other].dtype}, not a weight; give take(model), not state_dict()"
         )
     return flatten({name: weights[name] for name in like})
 

@@ -30,7 +30,7 @@ __all__ = ["Eigenpairs", "HessianOperator", "hessian_diagonal", "top_eigenpairs"
 
 
 class _Batch(NamedTuple):
-    """A batch on the model's device, its number of examples, and whether it is of the common size."""
+    """A batch on the model's device, its number of examples, and whether it has the common size."""
 
     inputs: Any
     targets: Any
@@ -39,27 +39,27 @@ class _Batch(NamedTuple):
 
 
 class HessianOperator:
-    """The Hessian of the mean loss over all examples, known by its exact products with vectors.
+    """The Hessian of the mean loss over all examples, as an operator with exact products with vectors.
 
         H v = Σ_b n_b ∇²f_b(w) v / Σ_b n_b,    n_b examples in batch b, f_b their mean loss
 
     Vectors are flat, in the order of ``model.named_parameters()``, and have the parameters' dtype and device. The
     weights are read at every product. The model is evaluated in eval mode and left exactly as it was found; one batch
     is held at a time. Uncompiled, a block of vectors costs less than its vectors one by one. (On CUDA, convolutions
-    round to TF32 unless ``torch.backends.cudnn.allow_tf32`` is False, which bounds the residuals that can be reached.)
+    round to TF32 unless ``torch.backends.cudnn.allow_tf32`` is False, which limits how small residuals can get.)
 
     Args:
-        model: any module; attention and weight norms are evaluated by their plain formulas, which differentiate twice.
+        model: any module; attention and weight norms use their plain formulas, which can be differentiated twice.
         loss_fn: ``loss_fn(model(inputs), targets)``, a mean over the examples of the batch. Batches are weighted by
-            their number of targets also where that mean is weighted, as by class: it then depends on the batches.
-        batches: pairs (inputs, targets), tensors in any nesting, that can be iterated again and again and always hold
-            the same examples; the length of the targets is a batch's number of examples. Tensors are moved to the
+            their number of targets. If that mean is itself weighted, as by class, H depends on the batches.
+        batches: pairs (inputs, targets), tensors in any nesting. They are iterated for every product and must always
+            hold the same examples. The length of the targets is a batch's number of examples. Tensors are moved to the
             model's device.
-        parameters: the names to differentiate by, all others staying fixed; None means all.
+        parameters: names of the parameters to differentiate by; all others stay fixed. None means all.
         kind: "hessian", or "gauss-newton" for Jᵀ(∇²loss)J, its positive semidefinite part when the loss is convex.
         compiled: `torch.compile` the products, for batches as large as the first; others run uncompiled. On a GPU a
             product takes half the time, after a minute or so of compiling. Every op needs a forward-mode derivative.
-        autocast: a lower precision for the forward pass, such as ``torch.bfloat16``: faster, and inexact.
+        autocast: a lower precision for the forward pass, such as ``torch.bfloat16``: faster, but inexact.
 
     >>> inputs, targets = torch.tensor([[1.0, 2.0]]), torch.zeros(1, 1)
     >>> op = HessianOperator(nn.Linear(2, 1, bias=False), nn.MSELoss(), [(inputs, targets)])
@@ -108,14 +108,14 @@ class HessianOperator:
         self._check(vector)
         examples = common = 0
         with _undisturbed(self.model, self.device), _differentiable(self.device):
-            # A copy: compiled code is for one layout, and a tensor of inference mode takes no part in derivatives.
+            # A copy: compiled code expects one layout, and an inference tensor cannot be differentiated.
             columns = vector.detach().reshape(self.size, -1).T.clone(memory_format=torch.contiguous_format)
             totals = torch.zeros_like(columns)
             weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
             buffers = dict(self.model.named_buffers())
             for inputs, targets in pairs(self.batches, "batches"):
                 count = examples_in(targets)
-                # One shape is compiled, the common one: a compilation costs more than the short last batch ever will.
+                # Only the common shape is compiled: another compilation costs more than the short last batch ever will.
                 common = common or count
                 batch = _Batch(moved(inputs, self.device), moved(targets, self.device), count, count == common)
                 self._add_products(batch, weights, buffers, columns, totals)
@@ -125,12 +125,12 @@ class HessianOperator:
         return (totals / examples).T.reshape(vector.shape)
 
     def _add_products(self, batch: _Batch, weights: Weights, buffers: Weights, columns: Tensor, totals: Tensor) -> None:
-        """Add one batch's share to the totals; its graph dies with this call, before the next batch comes."""
+        """Add one batch's products to the totals; its graph is freed on return, before the next batch is read."""
         product = (self._forwards if self.compiled else self._backwards)(batch, weights, buffers)
         chosen = {name: weights[name] for name in self.names}
         for column, total in zip(columns, totals, strict=True):
             pieces = product(unflatten(column, chosen))
-            with torch.no_grad():  # torch 2.6 forbids to change such parts in place where gradients are recorded
+            with torch.no_grad():  # torch 2.6 forbids in-place changes to split views while gradients are recorded
                 for name, part in unflatten(total, chosen).items():
                     part.add_(pieces[name], alpha=batch.examples)
 
@@ -147,13 +147,13 @@ class HessianOperator:
 
         def product(vector: Weights) -> Weights:
             try:
-                if not self._tried:  # what the plain function cannot do has crashed the compiler, and the process
+                if not self._tried:  # what fails uncompiled has crashed the compiler, and the process with it
                     self._check_graph(batch, weights, buffers)
                     self._forward(weights, vector, buffers, batch.inputs, batch.targets)
                     self._tried = True
                 return forward(weights, vector, buffers, batch.inputs, batch.targets)
             except Exception as error:
-                self._backwards(batch, weights, buffers)(vector)  # raises what is not the fault of this way
+                self._backwards(batch, weights, buffers)(vector)  # raises an error that compiling did not cause
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 raise NotImplementedError(
                     f"compiled=True, but products of this model cannot be compiled ({why}); leave compiled out"
@@ -162,7 +162,7 @@ class HessianOperator:
         return product
 
     def _check_graph(self, batch: _Batch, weights: Weights, buffers: Weights) -> None:
-        """Refuse a model or loss that is cut off from the parameters: H would seem to be zero."""
+        """Raise if the model or the loss is cut off from the parameters: H would seem to be zero."""
         leaves = {name: w.detach().requires_grad_(w.is_floating_point()) for name, w in weights.items()}
         check_derivative(mean_loss(self.loss_fn, self._outputs(batch, leaves, buffers), batch.targets))
 
@@ -206,7 +206,7 @@ def _choose(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Param
 
 @contextmanager
 def _differentiable(device: torch.device) -> Iterator[None]:
-    """Leave what the caller may be in: a mode without derivatives, or a lower precision than was asked for."""
+    """Suspend the caller's inference mode, no_grad and autocast, and use attention that differentiates twice."""
     precision = torch.autocast(device.type, enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), precision, sdpa_kernel(SDPBackend.MATH):
         yield
@@ -214,7 +214,7 @@ def _differentiable(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluate the model in eval mode, and give back its modes and the random state as they were."""
+    """Put the model in eval mode, and restore its modes and the random state afterwards."""
     # Iterating a DataLoader draws from torch's generator, shuffling or not.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), eval_mode(model):
         yield
@@ -230,19 +230,19 @@ def top_eigenpairs(
     seed: int = 0,
     basis_size: int | None = None,
 ) -> Eigenpairs:
-    """Return the k greatest eigenvalues of a symmetric operator and their eigenvectors, by thick-restart Lanczos.
+    """Return the k largest eigenvalues of a symmetric operator and their eigenvectors, by thick-restart Lanczos.
 
         H v_i = λ_i v_i,    ‖H v_i − λ_i v_i‖ ≤ tolerance · max|λ|
 
-    Like every method that starts from one vector, it may see an eigenvalue that is repeated, or nearly so, fewer times
-    than it occurs; at least 2k + 20 products are spent against that. To follow a long run, drive `lanczos_steps`.
+    Like every method that starts from one vector, it may find an eigenvalue that is repeated, or nearly so, fewer times
+    than it occurs. At least 2k + 20 products are made to prevent that. To follow a long run, iterate `lanczos_steps`.
 
     Args:
         op: a `HessianOperator`, a symmetric matrix, or anything with size, dtype, device and @.
-        which: "largest" on the real line, however large the negative ones are, or "magnitude" for the largest |λ|.
-        tolerance: what the residuals are held to, relative to the largest |λ| seen; a RuntimeWarning tells if not.
-        max_iterations: the number of products to spend (the k of the final residuals not counted).
-        basis_size: the vectors of length d to hold in memory; None means 3k + 20. More need fewer products.
+        which: "largest" for the largest λ, however large the negative ones are, or "magnitude" for the largest |λ|.
+        tolerance: a bound on the residuals, relative to the largest |λ| seen; a RuntimeWarning says if it is not met.
+        max_iterations: the maximum number of products, not counting the k for the final residuals.
+        basis_size: the number of vectors of length d to hold in memory; None means 3k + 20. More save products.
 
     >>> top_eigenpairs(torch.diag(torch.tensor([-5.0, 1.0, 2.0, 3.0])), 2).values.round(decimals=3)
     tensor([3., 2.])
@@ -257,7 +257,7 @@ def top_eigenpairs(
     pairs = last.pairs(op)
     goal = tolerance * last.scale
     if missed := int((pairs.residuals > goal).sum()):
-        # Bounds that were met where the true residuals are not: the rest is round-off.
+        # If the bounds were met but the true residuals are not, the rest is round-off.
         more = "" if last.converged else f"max_iterations={max_iterations}, basis_size or "
         warnings.warn(
             f"{missed} of {k} eigenpairs have a residual above {goal:.2g} after {pairs.iterations} products (worst "
@@ -278,7 +278,7 @@ def hessian_diagonal(
 
     Args:
         samples: the number of products.
-        block_size: products made at once, which costs memory and saves time; it does not change the estimate.
+        block_size: the number of products made at once; more cost memory and save time. The estimate is the same.
 
     >>> hessian_diagonal(torch.diag(torch.tensor([1.0, 2.0])), samples=1)
     tensor([1., 2.])

@@ -32,7 +32,7 @@ def nonflat_basis(op: SymmetricOperator | Tensor, *, tolerance: float = 1e-6) ->
 
 
 def null_projection(op: SymmetricOperator | Tensor, *, tolerance: float = 1e-6) -> Tensor:
-    """Return Π₀ = I − QQᵀ [d, d], the projection on the kernel of an operator small enough for a dense `eigh`.
+    """Return Π₀ = I − QQᵀ [d, d], the projection onto the kernel of an operator small enough for a dense `eigh`.
 
     Args:
         op: a `HessianOperator`, a symmetric matrix, or anything with size, dtype, device and @.
@@ -51,14 +51,14 @@ def directional_score(w: Point, eigenvectors: Tensor | Eigenpairs) -> Point:
 
         s_j = sign(w_j) · (Π₀ sign(w))_j,    Π₀ = I − QQᵀ
 
-    The loss effect of shrinking the weights with s_j > 0 is made up for by growing those with s_j < 0.
+    Growing the weights with s_j < 0 makes up for what shrinking those with s_j > 0 does to the loss.
 
     Args:
         w: trained weights, flat [d] or by name; the score comes back in the same form.
         eigenvectors: Q [d, k], orthonormal eigenvectors of the space that is *not* flat, as columns: all of them, from
-            `nonflat_basis`, or the first k, from `top_eigenpairs`. No column means that every direction is flat. What
-            `top_eigenpairs` returns for a `HessianOperator` knows the parameters by name and finds them in w; the rows
-            of a bare tensor are taken in the order of w, which must be that of ``op.names``.
+            `nonflat_basis`, or the first k, from `top_eigenpairs`. No column means that every direction is flat. The
+            result of `top_eigenpairs` for a `HessianOperator` holds parameter names, and is matched with w by name. The
+            rows of a plain tensor are taken in the order of w, which must be that of ``op.names``.
 
     >>> directional_score(torch.tensor([2.0, -1.0]), torch.tensor([[0.6], [0.8]]))
     tensor([1.1200, 0.8400])
@@ -98,12 +98,12 @@ def directional_prune(w: Point, score: Point, lam: float) -> Point:
 
 
 def lam_for_sparsity(w: Point, score: Point, sparsity: float) -> float:
-    """Return the least λ at which `directional_prune` leaves at least the wanted fraction of the weights zero.
+    """Return the smallest λ at which `directional_prune` makes at least this fraction of the weights zero.
 
         û_j(λ) = 0   ⇔   w_j = 0,  or  s_j > 0 and λ ≥ |w_j| / s_j
 
-    so λ is the n-th smallest of these ratios, n = ⌈sparsity · d⌉. Weights with s_j ≤ 0 are never pruned: a sparsity
-    beyond the fraction of the others is an error.
+    so λ is the n-th smallest of these ratios, n = ⌈sparsity · d⌉. Weights with s_j ≤ 0 are never pruned; a sparsity
+    that would need them raises a ValueError.
 
     >>> lam = lam_for_sparsity(torch.tensor([2.0, 1.0, 3.0]), torch.tensor([0.5, -0.5, 0.2]), 1 / 3)
     >>> round(lam, 5)
@@ -125,7 +125,7 @@ def lam_for_sparsity(w: Point, score: Point, sparsity: float) -> float:
         )
     if wanted == 0:
         return 0.0
-    # λ s_j must reach |w_j| after rounding in the weights' own precision too.
+    # λ s_j must reach |w_j| also after rounding to the weights' precision.
     return float(ratios.kthvalue(wanted).values) * (1 + 4 * torch.finfo(w.dtype).eps)
 
 
@@ -142,7 +142,7 @@ class PathPoint(Generic[Point]):
 def directional_path(
     w: Point, score: Point, lams: Iterable[float], evaluate: Callable[[Point], Mapping[str, float]]
 ) -> Iterator[PathPoint[Point]]:
-    """Yield the path û(λ) over the given λ, each point measured by ``evaluate``, which gets the pruned weights.
+    """Yield the pruned weights û(λ) for each λ, with what ``evaluate`` returns for them.
 
     >>> w, score = torch.tensor([2.0, -1.0]), torch.tensor([0.5, 1.0])
     >>> for point in directional_path(w, score, [0.0, 1.0], lambda u: {"norm": float(u.norm())}):
@@ -157,14 +157,14 @@ def directional_path(
 
 
 class EigenspaceShare(NamedTuple):
-    """How much of a difference lies in an eigenspace, and how much of a random direction would."""
+    """The share of a difference that lies in an eigenspace, and the typical share of a random direction."""
 
     share: float
     random_level: float
 
 
 def eigenspace_share(difference: Tensor | Weights, eigenvectors: Tensor | Eigenpairs) -> EigenspaceShare:
-    """Return the part of a difference of weights that lies in the span of the eigenvectors.
+    """Return the share of a difference of weights that lies in the span of the eigenvectors.
 
         ‖QQᵀΔ‖ / ‖Δ‖,    beside √(k/d), its root mean square for a random direction Δ
 
@@ -195,10 +195,10 @@ def _flat(vector: Tensor, name: str) -> Tensor:
 
 
 def _check_paired(w: Tensor | Weights, score: Tensor | Weights) -> None:
-    """Refuse a score that is not one of every weight."""
+    """Raise unless there is one score per weight."""
     if isinstance(w, Tensor) and isinstance(score, Tensor):
         if w.shape != score.shape:
-            raise ValueError(f"score has shape {tuple(score.shape)} and w {tuple(w.shape)}; give one score a weight")
+            raise ValueError(f"score has shape {tuple(score.shape)} and w {tuple(w.shape)}; give one score per weight")
     elif isinstance(w, Tensor) or isinstance(score, Tensor):
         forms = ("flat" if isinstance(point, Tensor) else "by name" for point in (w, score))
         raise ValueError("w is {} and score {}; give both flat, or both by name".format(*forms))
@@ -208,7 +208,7 @@ def _check_paired(w: Tensor | Weights, score: Tensor | Weights) -> None:
 
 
 def _in_order(weights: Weights, eigenvectors: Tensor | Eigenpairs, what: str) -> Weights:
-    """Return the weights in the order of the eigenvectors' rows, where that is known."""
+    """Return the weights in the order of the eigenvectors' rows, if that is known."""
     check_named(weights, what)
     names = eigenvectors.names if isinstance(eigenvectors, Eigenpairs) else None
     if names is None:
@@ -222,7 +222,7 @@ def _in_order(weights: Weights, eigenvectors: Tensor | Eigenpairs, what: str) ->
 
 
 def _orthonormal(eigenvectors: Tensor | Eigenpairs, vector: Tensor, what: str) -> Tensor:
-    """Return Q; refuse what is no orthonormal basis for this vector: I − QQᵀ would silently be no projection."""
+    """Return Q, or raise unless it is an orthonormal basis for this vector: I − QQᵀ would not be a projection."""
     q, size = eigenvectors.vectors if isinstance(eigenvectors, Eigenpairs) else eigenvectors, vector.numel()
     if q.ndim != 2 or q.shape[0] != size:
         raise ValueError(f"eigenvectors has shape {tuple(q.shape)}; {size} weights need [{size}, k], as columns")

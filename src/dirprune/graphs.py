@@ -1,4 +1,4 @@
-"""CUDA graphs: work that is recorded once and replayed, so that no Python runs between its kernels."""
+"""CUDA graphs: work is recorded once and replayed, so that no Python runs between its kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REHEARSALS = 3
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on a device now goes into a graph, and is not run."""
+    """Return whether kernels launched on a device now are recorded in a graph instead of run."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -25,15 +25,15 @@ def record(
     rehearse: Callable[[], object] | None = None,
     pool: Any = None,
 ) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Return the work as a CUDA graph on the current device, and what it returned while it was recorded.
+    """Record the work as a CUDA graph on the current device; return the graph and the result of the recorded call.
 
-    It is rehearsed first, three times: the first calls compile, choose algorithms and take workspace, none of which may
-    be recorded. What that changes, the caller has to put back.
+    The work is rehearsed three times first: the first calls compile, choose algorithms and allocate workspace, none of
+    which may be recorded. The caller has to undo what the rehearsals change.
 
     Args:
         work: launches the same kernels on the same memory whenever it is called, and never waits for the device.
-        rehearse: what to call for a rehearsal; the work itself if None.
-        pool: another graph's ``pool()`` to share memory with, of one that never runs at the same time.
+        rehearse: the function to call for a rehearsal; the work itself if None.
+        pool: ``pool()`` of another graph to share memory with, which must never run at the same time.
     """
     with _fastest_kernels():
         aside = _aside(torch.cuda.current_device())
@@ -42,26 +42,26 @@ def record(
             with torch.cuda.stream(aside):
                 for _ in range(_REHEARSALS):
                     (rehearse or work)()
-        finally:  # a caller may go on after an error, and write to what was launched here
+        finally:  # after an error the caller may go on and write to memory that is still in use here
             torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: a loader's thread may use the device meanwhile.
+        # thread_local: a loader's thread may use the device during the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
     return graph, result
 
 
 class Captured:
-    """A function of one batch as CUDA graphs, one a batch shape: ``captured(inputs, targets) -> Tensor``.
+    """A function of one batch as CUDA graphs, one per batch shape: ``captured(inputs, targets) -> Tensor``.
 
     The function must launch the same kernels on the same memory whenever it is called, and must never wait for the
-    device; all that it reads besides the batch (weights, a learning rate) it finds where it lay when captured. The
-    result lies in memory of its own that the next call of that shape overwrites.
+    device. Everything else that it reads (weights, a learning rate) must stay in the memory where it was captured. The
+    next call with the same shape overwrites the result.
 
     Args:
-        function: ``function(inputs, targets)``; called for each new shape as often as `record` does.
-        changes: tensors that it changes and that a rehearsal must leave as they were, e.g. weights.
-        key: what else tells graphs apart, e.g. a mode.
+        function: ``function(inputs, targets)``; for each new shape it is called as often as `record` calls it.
+        changes: tensors that the function changes, e.g. weights; they are restored after the rehearsals.
+        key: returns what else distinguishes graphs, e.g. a mode.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Captured:
         key = (self._key(), inputs.shape, inputs.dtype, targets.shape, targets.dtype)
         if key not in self._graphs:
             before = [tensor.detach().clone() for tensor in self._changes]
-            # fork_rng: the random numbers of a step must not depend on whether it was the first of its shape.
+            # fork_rng: the random numbers of a step must not depend on whether it is the first of its shape.
             with torch.random.fork_rng(devices=[inputs.device]):
                 static = inputs.clone(), targets.clone()
                 graph, result = record(lambda: self._function(*static))
@@ -102,22 +102,22 @@ class Captured:
 
 
 def precision(device: torch.device, autocast: torch.dtype | None) -> torch.autocast:
-    """Return the context of a forward pass in this lower precision, or in that of the weights if it is None.
+    """Return the autocast context of a forward pass in this precision, or in that of the weights if it is None.
 
-    Without autocast's cache: a recorded pass must cast the weights that it finds when it is replayed.
+    Autocast's cache is off: a recorded pass must cast the weights anew in every replay.
     """
     return torch.autocast(device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False)
 
 
 @cache
 def _aside(device: int) -> torch.cuda.Stream:
-    """Return the stream that rehearsals run on: one for all, for cuBLAS keeps a workspace for every stream it sees."""
+    """Return the stream for all rehearsals: only one, because cuBLAS keeps a workspace for every stream it sees."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _fastest_kernels() -> Iterator[None]:
-    """Let cuDNN try its algorithms: worth it for what is then replayed thousands of times."""
+    """Let cuDNN benchmark its algorithms, which pays off for work that is replayed thousands of times."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:

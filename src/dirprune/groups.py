@@ -1,4 +1,4 @@
-"""Which parameters are pruned, and which stay dense."""
+"""Parameter groups: which parameters are pruned, and which stay dense."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _WITH_NORM = re.compile(r"[Nn]orm(?![a-z])")  # but not Normalize or Enormous
 
 
 def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias", "norm")) -> list[dict[str, Any]]:
-    """Return parameter groups for `GRDA` that keep dense, by ``c = 0``, what must stay dense.
+    """Return parameter groups for `GRDA`: one to prune with ``c``, and one that stays dense with ``c = 0``.
 
     Args:
-        model: whose parameters to group; the groups keep their names.
-        c: the pruning strength of everything not exempt.
-        exempt: any of ``"bias"`` (every parameter that is named a bias), ``"norm"`` (the parameters of normalisation
+        model: the module whose parameters are grouped; the groups keep their names.
+        c: the pruning strength of all parameters that are not exempt.
+        exempt: any of ``"bias"`` (every parameter whose name says bias), ``"norm"`` (the parameters of normalisation
             layers), and patterns of parameter names such as ``"head.*"``.
 
     Example:
@@ -36,7 +36,7 @@ def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias",
     if isinstance(exempt, str):
         raise ValueError(f"exempt={exempt!r} is a string; give a sequence of them, e.g. exempt=({exempt!r},)")
     names = [name for name, _ in model.named_parameters()]
-    aliases: dict[Tensor, list[str]] = {}  # a shared tensor has several names, and is exempt by any of them
+    aliases: dict[Tensor, list[str]] = {}  # a shared tensor has several names, and one that matches is enough
     for name, p in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(p, []).append(name)
     kept_dense: set[Tensor] = set()
@@ -60,24 +60,24 @@ def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias",
 
 
 def _is_bias(name: str) -> bool:
-    """Tell whether a parameter's own name says so: bias, in_proj_bias, bias_ih_l0, parametrizations.bias.original."""
+    """Return whether a parameter's name says bias: bias, in_proj_bias, bias_ih_l0, parametrizations.bias.original."""
     own = re.sub(r"parametrizations\.(\w+)\.original\d*$", r"\1", name).rpartition(".")[2]
     return own.endswith("bias") or "bias" in own.split("_")
 
 
 def normalises(module: nn.Module) -> bool:
-    """Tell whether a layer normalises, by the name of its class or of one that it derives from.
+    """Return whether a layer normalises, judging by the name of its class or of a base class.
 
-    Home-made ones are known by their names alone: RMSNorm, LayerNorm2d, RMSNormGated, LayerNormLSTM.
+    Users' own layers can only be recognised by name: RMSNorm, LayerNorm2d, RMSNormGated, LayerNormLSTM.
     """
     return any(_NORM.search(kind) or _WITH_NORM.search(kind) for kind in _kinds(module))
 
 
 def _of_norm(module: nn.Module) -> list[Tensor]:
-    """Return the own parameters of a normalisation layer.
+    """Return the parameters of a normalisation layer that normalise, without those of its children.
 
-    All of a …Norm or …Norm2d; of an RMSNormGated, a LayerNormLSTM or a linear layer called …Norm, which do more, those
-    that scale or shift.
+    For a …Norm or …Norm2d these are all of them. An RMSNormGated, a LayerNormLSTM or a linear layer called …Norm does
+    more than normalise: only its parameters that scale or shift count.
     """
     own: list[Tensor] = list(module.parameters(recurse=False)) if normalises(module) else []
     if any(map(_NORM.search, _kinds(module))) and not isinstance(module, (nn.Linear, _ConvNd)):

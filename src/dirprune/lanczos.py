@@ -22,9 +22,9 @@ Which = Literal["largest", "magnitude"]
 
 @dataclass(frozen=True)
 class Eigenpairs:
-    """Eigenvalues [k], eigenvectors as columns [d, k], true residuals ‖Hv − λv‖ [k], and the products they took.
+    """Eigenvalues [k], eigenvectors as columns [d, k], true residuals ‖Hv − λv‖ [k], and the number of products made.
 
-    ``names`` are those of the parameters that the eigenvectors run over, in that order, where the operator has names.
+    ``names`` are the names of the parameters, in the order of the eigenvectors' rows, if the operator has names.
     """
 
     values: Tensor
@@ -36,7 +36,7 @@ class Eigenpairs:
 
 @dataclass(frozen=True)
 class LanczosStep:
-    """Where Lanczos stands after one product: the wanted Ritz values, best first, and bounds of their residuals.
+    """The state of Lanczos after one product: the wanted Ritz values, best first, and bounds on their residuals.
 
     ``basis`` is the solver's own memory: it holds these Ritz vectors only until the next step.
     """
@@ -51,11 +51,11 @@ class LanczosStep:
     which: Which
 
     def pairs(self, op: SymmetricOperator | Tensor) -> Eigenpairs:
-        """Return the best eigenpairs of ``op`` in the span of those found, with true residuals: a product for each.
+        """Return the best eigenpairs of ``op`` in the span found so far, with true residuals; this takes k products.
 
-        ``op`` may be the operator in a higher precision, for a lower one does not see its own error.
+        ``op`` may be the operator in a higher precision: a lower one does not show its own error.
         """
-        with torch.autocast(self.basis.device.type, enabled=False):  # a caller's own
+        with torch.autocast(self.basis.device.type, enabled=False):  # the caller may be in autocast
             vectors = (self.coefficients.to(self.basis).T @ self.basis).T
             products = operator_of(op) @ vectors
             unit = unit_of(products)
@@ -65,7 +65,7 @@ class LanczosStep:
             values, turn = values.to(vectors), turn.to(vectors)
             vectors, products = vectors @ turn, products @ turn
             residuals = torch.linalg.vector_norm(products - vectors * values, dim=0)
-        names = getattr(operator_of(op), "names", None)  # of the operator: a torch.Tensor has `names` of another kind
+        names = getattr(operator_of(op), "names", None)  # not of a matrix: torch.Tensor has another `names`
         return Eigenpairs(values * unit, vectors, residuals * unit, self.iterations, names and tuple(names))
 
 
@@ -79,7 +79,7 @@ def lanczos_steps(
     seed: int = 0,
     basis_size: int | None = None,
 ) -> Iterator[LanczosStep]:
-    """Yield the state of `top_eigenpairs` after every product; before the k-th it has fewer than k Ritz values.
+    """Yield the state of `top_eigenpairs` after every product; before the k-th, there are fewer than k Ritz values.
 
     >>> matrix = torch.diag(torch.arange(50.0))
     >>> for step in lanczos_steps(matrix, 2):
@@ -91,32 +91,32 @@ def lanczos_steps(
     size = min(op.size, 3 * k + 20 if basis_size is None else basis_size)
     _check_request(op, k, which, size, tolerance, max_iterations)
     generator = torch.Generator(op.device).manual_seed(seed)
-    # Rows are basis vectors. The operator projected on them is small: float64, on the host.
+    # Rows are basis vectors. The operator projected onto them is small, and kept in float64 on the host.
     basis = torch.zeros(size, op.size, dtype=op.dtype, device=op.device)
     projected = torch.zeros(size, size, dtype=torch.float64)
     basis[0] = fresh(basis[:0], generator)
     count, scale, unit, alone = 0, 0.0, 0.0, True
     for iteration in range(1, max_iterations + 1):
         product = op @ basis[count]
-        unit = unit or unit_of(product)  # what follows is of the operator divided by it
+        unit = unit or unit_of(product)  # from here on, the operator is divided by it
         new, overlaps = orthogonalise(product / unit, basis[: count + 1])
         column, rest = overlaps.cpu(), length(new)
         if not math.isfinite(rest):
-            raise ValueError(f"product {iteration} of op is not finite; are the weights and the loss?")
+            raise ValueError(f"product {iteration} of op is not finite; check the weights and the loss")
         projected[count, : count + 1] = projected[: count + 1, count] = column
         count += 1
         values, vectors = _ritz(projected[:count, :count], which)
         scale = max(scale, float(values.abs().max()))
-        # Below this the rest is round-off: the basis spans an invariant space, and another vector must lead out of it.
+        # Below this the rest is round-off: the basis spans an invariant space, which only a new vector can leave.
         closed = rest <= 100 * torch.finfo(op.dtype).eps * scale or count == op.size
         bounds = (0.0 if closed else rest) * vectors[-1].abs()
 
-        # A random vector whose product leads nowhere new is an eigenvector. It had a part in every direction that
-        # remained, so all of them must share its eigenvalue: there is nothing left to look for.
+        # A random vector whose product adds no new direction is an eigenvector. It had a component in every remaining
+        # direction, so all of them must share its eigenvalue, and the search is over.
         beaten = bool(_merit(column[-1], which) <= _merit(values[:k][-1], which) + 1e-6 * scale)
         rest_known = count == op.size or (closed and alone and beaten)
-        # Pair k + 1 must have settled too. At a loose tolerance a great eigenvalue may not have shown up yet, and a
-        # smaller one would be returned in its place.
+        # Pair k + 1 must have converged too. With a loose tolerance a large eigenvalue may not have appeared yet, and
+        # a smaller one would be returned instead.
         small = bool((bounds[: k + 1] <= tolerance * scale).all())
         seen = iteration >= min(least_products(k), max_iterations)
         done = small and (count >= k if rest_known else count > k and not closed and seen)
@@ -135,10 +135,10 @@ def lanczos_steps(
 
 
 def least_products(k: int) -> int:
-    """Return the products before which nothing stops.
+    """Return the minimum number of products before Lanczos may stop.
 
-    Of several eigenvalues within the tolerance the first vector shows one at first. So many products show up to five,
-    however near; `benchmarks/clusters.py` counts what else they miss.
+    The first products show several eigenvalues within the tolerance as one. This many show up to five, however close;
+    `benchmarks/clusters.py` counts the cases that are still missed.
     """
     return 2 * k + 20
 
@@ -164,7 +164,7 @@ def _check_request(op: SymmetricOperator, k: int, which: str, size: int, toleran
 
 
 def _whole(k: Any) -> int:
-    """Return a whole number of any kind, numpy's too."""
+    """Return an integer of any kind, including numpy's, as an int."""
     try:
         return index(k)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The loss landscape: what a point of weight space scores on a data set, for many points fast."""
+"""The loss landscape: loss and error of many points of weight space on a data set, measured fast."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Place = tuple[float, ...]
 
 
 class TrainLoader(Protocol):
-    """Batches of (inputs, targets): plain when iterated, shuffled and augmented from `epoch`."""
+    """Batches of (inputs, targets): plain when iterated; `epoch` gives them shuffled and augmented."""
 
     def __iter__(self) -> Iterator[Batch]: ...
     def epoch(self, epoch: int, /) -> Iterable[Batch]: ...
@@ -38,7 +38,7 @@ class Loaders(Protocol):
 
 @dataclass(frozen=True)
 class Measurement:
-    """At a place, (t,) or (x, y): mean loss, and error in percent (nan where targets are no numbers of classes)."""
+    """Mean loss, and error in percent (NaN if targets are not class indices), at a place (t,) or (x, y)."""
 
     place: Place
     train_loss: float
@@ -50,20 +50,20 @@ class Measurement:
 class Evaluator:
     """Measures many points of weight space on one data set: ``evaluator(weights) -> Measurement``.
 
-    Evaluation mode, plain data, a copy of the model. BatchNorm statistics are re-estimated at every point: mean and
-    variance of each training batch, averaged over the training samples (without dropout, so that nothing is random).
+    It uses a copy of the model in eval mode, and plain data. BatchNorm statistics are re-estimated at every point: mean
+    and variance of each training batch, averaged over the training samples (without dropout, so nothing is random).
     Batches are moved to the device and stay there; inputs, targets and outputs may be tensors in any nesting. On CUDA
-    the forward pass is captured once a batch shape; the host waits once a point.
+    the forward pass is captured once per batch shape, and the host waits once per point.
 
     Args:
         loaders: ``loaders.train`` and ``loaders.test``, iterated once. With BatchNorm the training batches must not be
-            sorted by class, and of a loader that shuffles they depend on torch's global seed.
-        loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch; batches count by their number of targets.
+            sorted by class. If the loader shuffles, the result depends on torch's global seed.
+        loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch; batches are weighted by their number of targets.
         autocast: a lower precision for the forward pass, such as ``torch.bfloat16``.
         channels_last: hold convolution weights in that memory format; images follow in the first layer.
-        compiled: `torch.compile` the network, for every batch shape; worth it for few shapes and many points.
-        capture: replay CUDA graphs; by default on CUDA. Turn off for a network whose forward waits for the device, and
-            for batches of other things than two tensors.
+        compiled: `torch.compile` the network, for every batch shape; pays off for few shapes and many points.
+        capture: replay CUDA graphs; by default on CUDA. Turn it off if the forward pass waits for the device, or if a
+            batch is not a pair of tensors.
 
     >>> from types import SimpleNamespace
     >>> data = [(torch.eye(2), torch.tensor([0, 1]))]
@@ -107,7 +107,7 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, weights: Mapping[str, Tensor], place: Place = ()) -> Measurement:
-        """Measure the weights; ``place`` is where they lie, for the record."""
+        """Measure the weights; ``place`` is copied to the result."""
         self._reset_buffers()
         put(self._network, weights)
         with torch.cuda.device_of(next(self._network.parameters())):  # type: ignore[no-untyped-call]
@@ -115,18 +115,18 @@ class Evaluator:
                 estimate_statistics(self._norms, self._train, self._step)
             train = self._totals(self._train)
             self._reset_buffers()
-            train, test = torch.stack([train, self._totals(self._test)]).cpu()  # the one wait
+            train, test = torch.stack([train, self._totals(self._test)]).cpu()  # the only wait
         return Measurement(place, *means(train, "loaders.train"), *means(test, "loaders.test"))
 
     def _reset_buffers(self) -> None:
-        """Put back the buffers that a network changes even in eval mode: no point may depend on those before it."""
+        """Restore buffers that the network changes even in eval mode: no point may depend on earlier ones."""
         for module, name, buffer, value in self._noted:
-            buffer.copy_(value)  # in its place, where a graph reads it; a network may have put another tensor there
+            buffer.copy_(value)  # in place, where a graph reads it; a network may have replaced the tensor
             if getattr(module, name) is not buffer:
                 setattr(module, name, buffer)
 
     def _held(self, batches: Iterable[Batch], half: str) -> list[Batch]:
-        # Without empty ones, whose mean loss is no number.
+        # Empty batches are left out: their mean loss is NaN.
         held = (batch for batch in pairs(batches, f"loaders.{half}") if examples_in(batch[1]))
         return [moved(batch, self._device) for batch in held]
 
@@ -144,7 +144,10 @@ class Evaluator:
 
 
 def profile_points(measure: Evaluator, point: Callable[..., Weights], places: Iterable[Place]) -> Iterator[Measurement]:
-    """Measure ``point(*place)`` place by place, with the ``point`` of a curve or plane; resume with the places left."""
+    """Yield a measurement of ``point(*place)`` for each place; ``point`` is that of a curve or a plane.
+
+    To resume, pass the places that are left.
+    """
     for place in places:
         with torch.no_grad():
             weights = point(*place)
@@ -160,7 +163,7 @@ def tally(outputs: Any, targets: Any, loss: Tensor) -> Tensor:
 
 
 def check_loaders(loaders: object, *halves: str) -> None:
-    """Raise a ValueError unless these have the halves that are asked of them."""
+    """Raise a ValueError unless the loaders have these halves."""
     if lacking := [half for half in halves if not hasattr(loaders, half)]:
         given = ", ".join(f"{half}=…" for half in halves)
         raise ValueError(
@@ -170,16 +173,16 @@ def check_loaders(loaders: object, *halves: str) -> None:
 
 
 def _are_classes(outputs: Any, targets: Any) -> bool:
-    """Tell whether the outputs score classes along dimension 1 and the targets are their numbers."""
+    """Return whether the outputs score classes along dimension 1 and the targets are class indices."""
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or outputs.ndim < 2:
         return False
-    if outputs.shape[1] == 1:  # one logit of two classes, or a number: the largest of one tells nothing
+    if outputs.shape[1] == 1:  # one logit for two classes, or regression: argmax would always be 0
         return False
     return not targets.is_floating_point() and targets.shape == (*outputs.shape[:1], *outputs.shape[2:])
 
 
 def means(totals: Tensor, source: str) -> tuple[float, float]:
-    """Return mean loss and error of summed tallies; ``source`` is what gave the batches."""
+    """Return mean loss and error from summed tallies; ``source`` names the batches in an error message."""
     loss, error, size = totals.tolist()
     if size == 0:
         raise ValueError(f"{source} gave no batches; there is nothing to measure on")

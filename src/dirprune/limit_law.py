@@ -1,4 +1,4 @@
-"""The law that gRDA's accumulator follows as γ → 0, and the moments of many runs beside it."""
+"""The law that gRDA's accumulator follows as γ → 0, and the moments of many simulated runs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Moments:
 def limit_moments(
     problem: LeastSquares, times: Sequence[float], *, c: float = 0.5, mu: float = 0.6, steps: int = 2000
 ) -> list[Moments]:
-    """Solve the limit law of gRDA's accumulator for its moments, with the gradient flow w(t) it moves around.
+    """Return the moments of the limit law of gRDA's accumulator around the gradient flow w(t).
 
         dw = −∇F(w) dt
         dV = −H[V − sign(w) c t^μ] dt + Σ(w)^½ dB
         m' = −H(m − sign(w) c t^μ),    C' = −HC − CH + Σ(w),    m(0) = 0, C(0) = 0
 
-    with Σ the covariance of one example's gradient; by Runge-Kutta, ``steps`` of them to the last of the ``times``,
-    which must increase. The problem must be a single one (b = 1).
+    with Σ the covariance of one example's gradient. Solved by Runge-Kutta, with ``steps`` steps up to the last of the
+    ``times``, which must increase. The problem must be a single one (b = 1).
 
     Reference: the stochastic differential equation in the proof of the paper's theorem, after Chao and Cheng (2019).
     """
@@ -98,7 +98,7 @@ def simulated_moments(
 
 
 def gradient_flow(problem: LeastSquares, t: float) -> Tensor:
-    """Return the exact solution w(t) of dw = −∇F(w) dt of a single problem: each eigendirection decays by itself."""
+    """Return the exact solution w(t) of dw = −∇F(w) dt for a single problem, eigendirection by eigendirection."""
     x, y = _single(problem)
     values, vectors = torch.linalg.eigh(x.T @ x / len(x))
     gradient = x.T @ (x @ problem.start[0] - y) / len(x)
@@ -115,12 +115,12 @@ def _single(problem: LeastSquares) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class LimitRow:
-    """Simulated gRDA against its limit law at one learning rate and time.
+    """Simulated gRDA compared with its limit law at one learning rate and time.
 
     Attributes:
         mean_error: ‖simulated mean − limit mean‖ / ‖limit mean‖.
-        spread_error: the same of the covariances, in Frobenius norm.
-        mean_noise, spread_noise: the errors that so few runs would show if the limit were exact.
+        spread_error: the same for the covariances, in Frobenius norm.
+        mean_noise, spread_noise: the errors expected from so few runs if the limit were exact.
     """
 
     gamma: float
@@ -161,5 +161,5 @@ def limit_rows(
             float((seen.mean - limit.mean).norm()) / length,
             float((seen.covariance - limit.covariance).norm()) / spread,
             math.sqrt(trace / runs) / length,
-            math.sqrt((1 + (trace / spread) ** 2) / runs),  # of Gaussian samples
+            math.sqrt((1 + (trace / spread) ** 2) / runs),  # for Gaussian samples
         )

@@ -1,4 +1,4 @@
-"""What a caller lends and gets back as it was: modes and random numbers."""
+"""Context managers that restore the caller's state: modes of modules and random numbers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put every submodule in eval mode, and give each its own mode back: some may have been frozen on purpose.
+    """Put every submodule in eval mode, and restore each one's own mode: some may have been frozen on purpose.
 
-    Set directly, because users may override `nn.Module.train`.
+    The modes are set directly, because users may override `nn.Module.train`.
 
     >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
     >>> with eval_mode(model):
@@ -33,7 +33,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Run the body on random numbers of its own, on the host and on the device; the caller's come back as they were.
+    """Run the body with its own random seed, on the host and on the device; restore the random state afterwards.
 
     >>> before = torch.get_rng_state()
     >>> with seeded(0):
@@ -45,7 +45,7 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """
     cuda = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
-        # Not torch.manual_seed, which seeds every device, also those whose state is not kept.
+        # Not torch.manual_seed, which also seeds devices whose state is not restored.
         torch.default_generator.manual_seed(seed)
         for each in cuda:
             index = torch.cuda.current_device() if each.index is None else each.index

@@ -1,4 +1,4 @@
-"""Symmetric matrices that are known by their products with vectors."""
+"""Symmetric matrices given by their products with vectors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class SymmetricOperator(Protocol):
-    """What `top_eigenpairs` needs to know of a symmetric matrix: its size and its products."""
+    """The interface that `top_eigenpairs` needs of a symmetric matrix: its size and its products."""
 
     @property
     def size(self) -> int: ...
@@ -21,7 +21,7 @@ class SymmetricOperator(Protocol):
 
 
 class MatrixOperator:
-    """A symmetric matrix at hand, as an operator.
+    """A symmetric matrix, given as a tensor, as an operator.
 
     >>> MatrixOperator(torch.diag(torch.tensor([1.0, 2.0]))) @ torch.ones(2)
     tensor([1., 2.])
@@ -40,7 +40,7 @@ class MatrixOperator:
 
 
 def operator_of(op: SymmetricOperator | Tensor) -> SymmetricOperator:
-    """Return the operator, which may be given as a symmetric matrix."""
+    """Return the operator, or a symmetric matrix as one."""
     if not isinstance(op, Tensor):
         return op
     op = op.detach()
@@ -52,7 +52,7 @@ def operator_of(op: SymmetricOperator | Tensor) -> SymmetricOperator:
 
 
 def dense(op: SymmetricOperator | Tensor) -> Tensor:
-    """Return the whole matrix [d, d], made exactly symmetric, of an operator small enough for it."""
+    """Return the full matrix [d, d] of a small operator, made exactly symmetric."""
     op = operator_of(op)
     matrix = op @ torch.eye(op.size, dtype=op.dtype, device=op.device)
     return torch.lerp(matrix, matrix.T, 0.5)

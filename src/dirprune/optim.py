@@ -1,7 +1,7 @@
 """gRDA: generalized regularized dual averaging, the optimizer that prunes while it trains.
 
-The mathematics is in `dirprune.update`; the class here follows the conventions of torch optimizers, with its options in
-`dirprune.options` and what it keeps of a parameter in `dirprune.state`.
+The class follows the conventions of torch optimizers. The mathematics is in `dirprune.update`, the checks of its
+options are in `dirprune.options`, and the state of each parameter is in `dirprune.state`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dirprune.state import adopt_weights, check_shapes, check_state, first_state
 from dirprune.update import grda
 
 _PLAIN = {Tensor, nn.Parameter}
-# Asked of every tensor at every step, by `map`: a loop in Python would take longer than the update on the device.
+# Read from every tensor at every step, with `map`: a Python loop would take longer than the update on the device.
 _IS_SPARSE, _VERSION = attrgetter("is_sparse"), attrgetter("_version")
 
 
@@ -38,10 +38,10 @@ class GRDA(Optimizer):
     With a constant rate τₙ = c √γ (nγ)^μ. ``c = 0`` is SGD; ``mu = 1`` with ``c = λ/√γ`` is ℓ₁-RDA. With momentum m, γ
     in τ is the effective rate γ/(1−m), so that ``c`` and ``mu`` mean the same with and without it.
 
-    The accumulator is the state that trains, and the parameters follow from it. Where something else writes to a
-    parameter in place, as `nn.Module.load_state_dict` does, the next step starts from the nearest accumulator that
-    gives those weights. What is written through ``.data``, between compiled steps or into a CUDA graph's memory is not
-    seen, and overwritten.
+    Training acts on the accumulator, and the parameters are computed from it. If something else writes to a parameter
+    in place, as `nn.Module.load_state_dict` does, the next step starts from the nearest accumulator that gives those
+    weights. Writes through ``.data``, between compiled steps or into a CUDA graph's memory are not noticed, and are
+    overwritten.
 
     Args:
         params: parameters or parameter groups, as for any torch optimizer; see also `prunable_groups`.
@@ -96,7 +96,7 @@ class GRDA(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its parameters start at threshold 0, whenever they come."""
+        """Add a parameter group; its parameters start at threshold 0, however late they are added."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -110,13 +110,13 @@ class GRDA(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._versions = []
-        self.__dict__.setdefault("_launchers", {})  # a load keeps them: captured graphs read their tables
+        self.__dict__.setdefault("_launchers", {})  # kept when a state is loaded: captured graphs read their tables
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a copy of a state saved by any path, on any device, with the precision it was saved in.
+        """Load a copy of a state, in the precision it was saved in; it may come from another path or device.
 
-        The mathematics (lr, c, mu, …) comes from the saved state; how this machine computes it (foreach, fused,
-        capturable) stays as this optimizer was made. Nothing changes if the state does not fit.
+        The mathematical options (lr, c, mu, …) come from the saved state. The options of execution (foreach, fused,
+        capturable) stay as they are in this optimizer. If the state does not fit, nothing changes.
         """
         machine = [{key: group[key] for key in (*MACHINE, "lr")} for group in self.param_groups]
         placed: dict[Tensor, dict[str, Any]] = {}
@@ -135,8 +135,8 @@ class GRDA(Optimizer):
             for p, state in placed.items():
                 put_state(self.state[p], before.get(p, {}), state)
 
-        # torch casts every state tensor to its parameter's dtype. These two undo that: the first as the last hook
-        # before loading, so that it sees what others made of the state; the second as the first one after it.
+        # torch casts every state tensor to its parameter's dtype. These two hooks undo that. The first one runs last
+        # before loading, so that it sees the state as other hooks left it. The second one runs first after loading.
         before = {p: dict(state) for p, state in self.state.items()}
         hooks = (
             self.register_load_state_dict_pre_hook(check),
@@ -149,14 +149,14 @@ class GRDA(Optimizer):
                 hook.remove()
 
     def begin(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of a parameter of a group; made now, if there is none, from the weights that it has now.
+        """Return the state of a parameter of a group, creating it from the present weights if there is none.
 
-        The first step does it otherwise. Called before, the accumulator keeps what the weights lose if they are put
-        into a lower precision.
+        The first step does this by itself. Call it earlier if the weights are about to be cast to a lower precision:
+        the accumulator then keeps what the cast loses.
         """
         state: dict[str, Any] = self.state[p]
-        if "accumulator" not in state:  # a wrapper may keep things of its own there
-            place_lr(group)  # anew, for parameters that had no memory when the group was added
+        if "accumulator" not in state:  # a wrapper may keep entries of its own there
+            place_lr(group)  # again: the parameters may have been on "meta" when the group was added
             state.update(first_state(p, _scalar_device(group, p)))
         return state
 
@@ -170,7 +170,7 @@ class GRDA(Optimizer):
         steps: list[Tensor],
         thresholds: list[Tensor],
     ) -> None:
-        # The name and the fill-these-lists signature are what lets torch.compile trace the step without this part.
+        # torch.compile knows this method by its name and its signature, and traces the step without it.
         has_momentum = bool(group["momentum"])
         for p in group["params"]:
             grad = p.grad
@@ -192,7 +192,7 @@ class GRDA(Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(state["accumulator"])
                 buffers.append(state["momentum_buffer"])
         if not _PLAIN.issuperset(map(type, chain(params, grads, accumulators, buffers))):
-            torch.autograd.graph.increment_version(params)  # whose shards are written behind autograd's back
+            torch.autograd.graph.increment_version(params)  # their shards are written behind autograd's back
             grads[:] = map(_laid_out, grads, params)
             for tensors in (params, grads, accumulators, buffers):
                 tensors[:] = map(local, tensors)
@@ -227,9 +227,9 @@ class GRDA(Optimizer):
         return loss
 
     def _adopt(self) -> None:
-        """Let the accumulators follow what others wrote to the parameters since the last step.
+        """Move the accumulators of parameters that something else has written to since the last step.
 
-        Where nothing is known of that step, as after loading a state, all of them are compared with their weights.
+        If nothing is known of that step, as after loading a state, all accumulators are compared with their weights.
         """
         if torch.compiler.is_compiling():
             return
@@ -243,7 +243,7 @@ class GRDA(Optimizer):
                     adopt_weights(p, self.state[p])
 
     def _update(self, index: int, group: dict[str, Any], params: list[Tensor], *lists: list[Tensor]) -> None:
-        """Step the parameters of a group that lie on one device."""
+        """Step the parameters of a group that are on one device."""
         path = _choose_path(group, params, lists[0])
         _refuse_capture(group, params[0])
         options = {key: group[key] for key in MATHEMATICS}
@@ -264,7 +264,7 @@ class GRDA(Optimizer):
 
 
 def _by_device(lists: tuple[list[Tensor], ...]) -> list[list[list[Tensor]]]:
-    """Return the lists for each device of the first one, the parameters; usually there is one."""
+    """Split the lists by the device of the parameters, which come first; usually there is one device."""
     params = lists[0]
     if not params:
         return []
@@ -292,7 +292,7 @@ def _refuse_capture(group: dict[str, Any], p: Tensor) -> None:
 
 
 def _choose_path(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> str:
-    """Return the path asked for, or else the fastest that can run; sparse gradients and compilers take "single"."""
+    """Return the requested path, or else the fastest that can run; sparse gradients and compilers get "single"."""
     if torch.compiler.is_compiling() or any(map(_IS_SPARSE, grads)):
         return "single"
     if _wants_fused(group, params[0]) and _fused_obstacle(params) is None:
@@ -302,12 +302,12 @@ def _choose_path(group: dict[str, Any], params: Sequence[Tensor], grads: Sequenc
 
 
 def _wants_fused(group: dict[str, Any], p: Tensor) -> bool:
-    """Whether the fused path is asked for, or is the default for the device."""
+    """Return whether the fused path was requested, or is the default for the device."""
     return bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None and p.is_cuda)
 
 
 def _scalar_device(group: dict[str, Any], p: Tensor) -> torch.device:
-    """Return where a parameter's step and threshold live: where the path that will step it reads them."""
+    """Return the device for a parameter's step and threshold: the one where its path reads them."""
     on_device = group["capturable"] or (_wants_fused(group, p) and _fused_obstacle([p]) is None)
     return p.device if on_device else torch.device("cpu")
 
@@ -322,7 +322,7 @@ def _fused_obstacle(params: Iterable[Tensor]) -> str | None:
 
 
 def _laid_out(grad: Any, p: Tensor) -> Tensor:
-    """Return a gradient, if it is a DTensor with the placements of its parameter."""
+    """Return the gradient; a DTensor is redistributed to the placements of its parameter."""
     if hasattr(grad, "placements") and grad.placements != p.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
     laid_out: Tensor = grad

@@ -1,4 +1,4 @@
-"""The options of gRDA: what may be given; and where a learning rate lives, whatever the optimizer."""
+"""The options of gRDA and their checks, and how to set a learning rate in any optimizer."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 MACHINE = ("foreach", "fused", "capturable")
-"""How this machine computes."""
+"""Options that say how a step is executed on this machine."""
 MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize")
-"""What it computes."""
-_NUMBERS = {"lr": 0.1, "c": 5e-4, "mu": 0.51, "momentum": 0.9, "weight_decay": 5e-4}  # with an example of each
+"""Options that say what a step computes."""
+_NUMBERS = {"lr": 0.1, "c": 5e-4, "mu": 0.51, "momentum": 0.9, "weight_decay": 5e-4}  # with an example value of each
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise if an option cannot be used, and make numbers plain floats."""
+    """Raise a ValueError if an option cannot be used, and convert numbers to plain floats in place."""
     for name, example in _NUMBERS.items():
         value = options[name]
         if name == "lr" and isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             continue
         if not isinstance(value, Real):
             raise ValueError(f"{name}={value!r} is not a number; give one, e.g. {name}={example:g}")
-        options[name] = float(value)  # not numpy's or a Fraction, which a state could not be saved with
+        options[name] = float(value)  # a numpy number or a Fraction could not be saved with the state
     lr, c, mu, momentum, weight_decay = (number(options[name]) for name in _NUMBERS)
     if not lr >= 0 or math.isinf(lr):
         raise ValueError(f"lr={lr} is not a learning rate; give a finite number ≥ 0, e.g. lr=0.1")
@@ -45,13 +45,13 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 def number(value: Any) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)  # a rate may have a gradient
+    return float(value.detach() if isinstance(value, Tensor) else value)  # a rate may require a gradient
 
 
 def place_lr(group: dict[str, Any]) -> None:
-    """Put a capturable group's rate on its device, so that a captured step sees what a scheduler sets.
+    """Move a capturable group's learning rate to its device, so that a captured step sees a scheduler's changes.
 
-    Not on "meta", where it would lose its value: parameters that are still there move before they are stepped.
+    It is not moved to "meta", where it would lose its value: parameters leave "meta" before they are stepped.
     """
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.dim():
@@ -59,7 +59,7 @@ def place_lr(group: dict[str, Any]) -> None:
     if group["capturable"] and group["params"] and not group["params"][0].is_meta:
         dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
         device = group["params"][0].device
-        group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)  # the caller's own, if it can be
+        group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)  # the caller's own tensor if it is there already
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -68,7 +68,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def set_lrs(groups: list[dict[str, Any]], rates: list[float]) -> None:
-    """Set the groups' rates, in their tensors if they have them: a captured graph reads them there."""
+    """Set the groups' learning rates; one that is a tensor is filled in place, where a captured graph reads it."""
     taken: dict[int, float] = {}
     for group, rate in zip(groups, rates, strict=True):
         lr = group["lr"]
@@ -76,5 +76,5 @@ def set_lrs(groups: list[dict[str, Any]], rates: list[float]) -> None:
             group["lr"] = rate
         elif taken.setdefault(lr.data_ptr(), rate) == rate:
             lr.detach().fill_(rate)
-        else:  # groups that shared one tensor, and from now on do not have one rate
+        else:  # groups that shared one tensor now have different rates
             group["lr"] = torch.full_like(lr, rate)

@@ -1,8 +1,8 @@
-"""Products of one batch's Hessian, or Gauss-Newton matrix, with vectors: two ways to the same numbers.
+"""Products of one batch's Hessian, or Gauss-Newton matrix, with vectors, computed in two ways.
 
-Reverse over reverse differentiates the gradient backwards once more: every op that can be differentiated twice will do,
-and the vectors of a block share the first differentiation. Forward over reverse carries a tangent through the
-computation of the gradient: a pure function of tensors, of which `torch.compile` makes few and fast kernels.
+Reverse over reverse differentiates the gradient backwards once more. It works with every op that can be differentiated
+twice, and the vectors of a block share the first differentiation. Forward over reverse carries a tangent through the
+computation of the gradient. It is a pure function of tensors, which `torch.compile` turns into few and fast kernels.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dirprune.weights import Weights, stateless
 
 Kind = Literal["hessian", "gauss-newton"]
 Network = Callable[[Mapping[str, Tensor], Any], Any]
-"""From (weights and buffers by name, inputs) to the outputs."""
+"""Maps (weights and buffers by name, inputs) to the outputs."""
 Pieces = Sequence[Tensor]
 ForwardProduct = Callable[[Weights, Weights, Weights, Any, Any], Weights]
-"""From (all weights, a vector of some or all of them, buffers, inputs, targets) to the product, named as the vector."""
+"""Maps (all weights, a vector over some or all of them, buffers, inputs, targets) to the product, named alike."""
 
 
 def outputs_of(network: Network, state: Weights, inputs: Any, autocast: torch.dtype | None) -> Any:
-    """Return the network's outputs at this state, brought back from a lower precision to that of the weights.
+    """Return the network's outputs at this state, cast back from a lower precision to that of the weights.
 
-    The forward pass alone runs under autocast: derivatives follow the types that they find. All of the state is cast,
-    more than autocast would: where BatchNorm multiplies bfloat16 inputs by a float32 weight, the tangent that forward
-    mode carries has another type than the output, which torch refuses.
+    Only the forward pass runs under autocast; derivatives follow its dtypes. All of the state is cast, which is more
+    than autocast does: if BatchNorm multiplies bfloat16 inputs by a float32 weight, the forward-mode tangent has
+    another dtype than the output, which torch refuses.
     """
     if autocast is None:
         return network(state, inputs)
@@ -44,19 +44,19 @@ def outputs_of(network: Network, state: Weights, inputs: Any, autocast: torch.dt
 
 
 def _cast(data: Any, dtype: torch.dtype) -> Any:
-    """Return the data, tensors in any nesting, with floats in this dtype."""
+    """Return the data, tensors in any nesting, with floating-point tensors cast to this dtype."""
     return tree_map(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, data
     )
 
 
 def has_graph(outputs: Any) -> bool:
-    """Tell whether a derivative of the outputs leads anywhere."""
+    """Return whether any output has a graph to differentiate."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs))
 
 
 def check_derivative(loss: Tensor) -> None:
-    """Refuse a loss that is cut off from the parameters."""
+    """Raise a ValueError if the loss is cut off from the parameters."""
     if not loss.requires_grad:
         raise ValueError(
             "the loss has no derivative by any parameter: model.forward or loss_fn runs under torch.no_grad or "
@@ -65,12 +65,12 @@ def check_derivative(loss: Tensor) -> None:
 
 
 class PlainWeightNorm(TorchFunctionMode):
-    """Evaluate weight norms as g · v/‖v‖: torch's fused op, differentiated twice, forgets that ‖v‖ depends on v."""
+    """Evaluate weight norms as g · v/‖v‖: the second derivative of torch's fused op ignores that ‖v‖ depends on v."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch._weight_norm:
             v, g, dim = args
-            others = [d for d in range(v.ndim) if d != dim]  # -1 stands for none: one norm of all
+            others = [d for d in range(v.ndim) if d != dim]  # dim = -1: one norm of the whole tensor
             return v * (g / torch.linalg.vector_norm(v, dim=others, keepdim=dim != -1))
         return func(*args, **(kwargs or {}))
 
@@ -78,12 +78,12 @@ class PlainWeightNorm(TorchFunctionMode):
 def reverse_product(
     kind: Kind, outputs: Any, targets: Any, loss_fn: Loss, weights: Pieces
 ) -> Callable[[Pieces], Pieces]:
-    """Return v ↦ ∇²f v, or Jᵀ(∇²loss)J v, for outputs whose graph leads to the weights."""
+    """Return v ↦ ∇²f v, or Jᵀ(∇²loss)J v, for outputs with a graph that leads to the weights."""
     return _REVERSE[kind](outputs, targets, loss_fn, weights)
 
 
 def forward_product(model: nn.Module, loss_fn: Loss, kind: Kind, autocast: torch.dtype | None = None) -> ForwardProduct:
-    """Return the product as a function of tensors alone, fit to be compiled: new weights need no new compilation.
+    """Return the product as a pure function of tensors, to be compiled: new weights need no new compilation.
 
     >>> product = forward_product(nn.Linear(2, 1, bias=False), nn.MSELoss(), "hessian")
     >>> w, v = {"weight": torch.zeros(1, 2)}, {"weight": torch.tensor([[1.0, 0.0]])}
@@ -94,12 +94,12 @@ def forward_product(model: nn.Module, loss_fn: Loss, kind: Kind, autocast: torch
 
     def product(weights: Weights, vector: Weights, buffers: Weights, inputs: Any, targets: Any) -> Weights:
         def network(w: Weights) -> Any:
-            # Copies: a module may write to its buffers even in eval mode, and no transform lets it write to outer ones.
+            # Copies: a module may write to its buffers even in eval mode, which no transform allows for outer tensors.
             copies = {name: buffer.clone() for name, buffer in buffers.items()}
             with PlainWeightNorm():
                 return outputs_of(model_at, {**w, **copies}, inputs, autocast)
 
-        # Zeros for the rest: torch cannot compile the forward mode of a BatchNorm that has it in some arguments only.
+        # Zeros for the rest: torch cannot compile the forward mode of a BatchNorm with tangents in some arguments only.
         whole = {name: vector[name] if name in vector else torch.zeros_like(w) for name, w in weights.items()}
         found = rule(network, loss_fn, targets, weights, whole)
         return {name: found[name] for name in vector}
@@ -116,7 +116,7 @@ def _forward_hessian(
 def _forward_gauss_newton(
     network: Callable[[Weights], Any], loss_fn: Loss, targets: Any, weights: Weights, vector: Weights
 ) -> Weights:
-    # Inside vjp the network runs as in training: where nothing asks for a gradient, attention takes a path without one.
+    # Inside vjp the network computes as in training: without gradients, attention takes a path that has none.
     outputs, pushed = jvp(lambda w: vjp(network, w)[0], (weights,), (vector,))[:2]
     curved = _along(grad(lambda o, t: mean_loss(loss_fn, o, t)), outputs, pushed, targets)
     pull = vjp(network, weights)[1]
@@ -126,8 +126,7 @@ def _forward_gauss_newton(
 def _along(function: Callable[[Any, Any], Any], point: Any, tangent: Any, targets: Any) -> Any:
     """Return the derivative of p ↦ function(p, targets) along the tangent.
 
-    Targets that are not class numbers get a tangent too, of zeros: without one torch's forward mode of a squared error
-    fails.
+    Floating-point targets get a tangent of zeros: without one, torch's forward mode of a squared error fails.
     """
     leaves, form = tree_flatten(targets)
     soft = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -171,7 +170,7 @@ def _reverse_gauss_newton(outputs: Any, targets: Any, loss_fn: Loss, weights: Pi
         )
     results = [leaves[i] for i in places]
     points = [result.detach().requires_grad_() for result in results]
-    for i, point in zip(places, points, strict=True):  # what else the model returns is no variable of the loss
+    for i, point in zip(places, points, strict=True):  # anything else that the model returns is a constant
         leaves[i] = point
     dummies = [torch.zeros_like(result, requires_grad=True) for result in results]
     pulled = _vjp(results, weights, dummies, create_graph=True)

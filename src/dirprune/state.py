@@ -1,4 +1,4 @@
-"""What gRDA keeps of every parameter: made from its weights, or put in place from a saved state."""
+"""The state that gRDA keeps for each parameter: created from its weights, or loaded from a saved state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def accumulator_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def check_state(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
-    """Raise a ValueError that names what does not fit, before anything is changed."""
+    """Raise a ValueError that names what does not fit; nothing has been changed by then."""
     if "state" not in state_dict or "param_groups" not in state_dict:
         raise ValueError(f"state_dict has the keys {list(state_dict)}; give what GRDA.state_dict() returned")
     saved_groups = state_dict["param_groups"]
@@ -61,23 +61,23 @@ def check_state(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> Non
 def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor) -> None:
     absent = [key for key in (_PER_ELEMENT[0], *_PER_PARAMETER) if state.get(key) is None]
     if absent:
-        raise ValueError(f"state_dict has no {', '.join(absent)} for parameter {name}: not a state of GRDA's")
+        raise ValueError(f"state_dict has no {', '.join(absent)} for parameter {name}; it is not from GRDA")
     for key in _PER_PARAMETER:
         value = torch.as_tensor(state[key], device="cpu")
         if value.numel() != 1 or value.dim() or not 0 <= float(value) < math.inf:
-            raise ValueError(f"state_dict has {key}={value.tolist()} for parameter {name}; it is one finite number ≥ 0")
+            raise ValueError(f"state_dict has {key}={value.tolist()} for parameter {name}; give a finite number ≥ 0")
     for key in _PER_ELEMENT:
         tensor = state.get(key)
         if tensor is None:
             continue
         if tensor.shape != p.shape:
             raise ValueError(
-                f"state_dict has an {key} of shape {tuple(tensor.shape)} for parameter {name}, whose shape is "
+                f"state_dict has {key} of shape {tuple(tensor.shape)} for parameter {name}, whose shape is "
                 f"{tuple(p.shape)}; load it into an optimizer of the same model"
             )
         if getattr(tensor, "placements", None) != getattr(p, "placements", None):
             raise ValueError(
-                f"state_dict has an {key} for parameter {name} that is not sharded as the parameter is; load it with "
+                f"state_dict has {key} for parameter {name} that is not sharded as the parameter is; load it with "
                 "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             )
 
@@ -87,9 +87,9 @@ def place_states(
     state_dict: dict[str, Any],
     scalar_device: Callable[[dict[str, Any], Tensor], torch.device],
 ) -> dict[Tensor, dict[str, Any]]:
-    """Return copies of all saved states where this optimizer keeps them, none of their precision lost.
+    """Return copies of all saved states, on the devices where this optimizer keeps them, with no loss of precision.
 
-    ``scalar_device(group, p)`` tells where a parameter's step and threshold belong.
+    ``scalar_device(group, p)`` returns the device for a parameter's step and threshold.
     """
     placed: dict[Tensor, dict[str, Any]] = {}
     for group, saved_group in zip(groups, state_dict["param_groups"], strict=True):
@@ -102,10 +102,10 @@ def place_states(
 
 def _place_state(saved: dict[str, Any], p: Tensor, scalar_device: torch.device) -> dict[str, Any]:
     own = (*_PER_ELEMENT, *_PER_PARAMETER)
-    placed = {key: copy.deepcopy(value) for key, value in saved.items() if key not in own}  # a wrapper's things
+    placed = {key: copy.deepcopy(value) for key, value in saved.items() if key not in own}  # a wrapper's entries
     for key in _PER_ELEMENT:
         if saved.get(key) is not None:
-            # In the parameter's memory layout, not in that of the model it was saved from: the kernel counts on it.
+            # The kernel needs the parameter's memory layout; the model that was saved may have had another one.
             placed[key] = torch.empty_like(p.detach(), dtype=accumulator_dtype(p)).copy_(saved[key].detach())
     for key in _PER_PARAMETER:
         placed[key] = torch.as_tensor(saved[key], dtype=torch.float64, device=scalar_device).detach().clone()
@@ -113,7 +113,7 @@ def _place_state(saved: dict[str, Any], p: Tensor, scalar_device: torch.device) 
 
 
 def put_state(state: dict[str, Any], before: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Replace a state by the loaded one, where that fits in the memory it had: a captured graph reads it there."""
+    """Replace a state by the loaded one, in the same memory where it fits: a captured graph reads it there."""
     state.clear()
     for key, value in loaded.items():
         own = before.get(key)
@@ -127,7 +127,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def check_shapes(params: Sequence[Tensor], accumulators: Sequence[Tensor]) -> None:
-    """Raise if a parameter is not as large as its accumulator: a step would resize it, or write past its end."""
+    """Raise if a parameter and its accumulator differ in shape: a step would resize it, or write past its end."""
     if any(map(ne, map(_SHAPE, params), map(_SHAPE, accumulators))):
         p, v = next((p, v) for p, v in zip(params, accumulators, strict=True) if p.shape != v.shape)
         raise RuntimeError(
@@ -137,31 +137,31 @@ def check_shapes(params: Sequence[Tensor], accumulators: Sequence[Tensor]) -> No
 
 
 def check_devices(p: Tensor, *others: Tensor) -> None:
-    """Raise unless gradient and state lie where their parameter does: a kernel would misread their addresses."""
+    """Raise unless gradient and state are on the parameter's device: a kernel would misread their addresses."""
     device = p.device
     for tensor in others:
         if tensor.device != device:
             raise RuntimeError(
                 f"a parameter is on {device}, and its gradient or a part of its state on {tensor.device}; move the "
-                "model first, then load the state by load_state_dict, which puts it in its place"
+                "model first, then load the state with load_state_dict, which moves it there"
             )
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a DTensor: a step is elementwise, so each process takes it on what it holds."""
-    # By its method and not its class, whose import loads much that a plain training script does not need.
+    """Return this process's shard of a DTensor; a step is elementwise, so each process steps its own shard."""
+    # Known by its method: importing the class would load much that a plain training script does not need.
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard
 
 
 @torch.no_grad()
 def adopt_weights(p: Tensor, state: dict[str, Any]) -> None:
-    """Move the accumulator to the nearest one that gives the weights that p has now.
+    """Move the accumulator to the nearest value that gives the present weights of p.
 
         v ← argmin |u − v| over the u with sign(u)·max(|u| − τ, 0) = w
 
-    which is w + sign(w)·τ where w ≠ 0, v cut to ±τ where w = 0 (0 if v is no number), and v itself where it gives w
-    already, after rounding to the precision of the weights.
+    This is w + sign(w)·τ where w ≠ 0, and v clipped to ±τ where w = 0 (0 if v is NaN). Where v already gives w, after
+    rounding to the precision of the weights, it stays.
     """
     w, v = local(p), local(state["accumulator"])
     check_shapes([w], [v])

@@ -1,4 +1,4 @@
-"""Problems small enough to solve exactly: gRDA beside the directional pruning of SGD's weights."""
+"""Problems small enough to solve exactly: gRDA compared with directional pruning of SGD's weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dirprune.direction import directional_prune, directional_score
 from dirprune.operators import MatrixOperator, SymmetricOperator, dense
 from dirprune.weights import put, take, unflatten
 
-# What counts as zero among the eigenvalues, relative to the greatest: these problems leave a wide gap around it.
+# Eigenvalues below this, relative to the largest, count as zero: these problems have a wide gap around it.
 FLAT = 1e-3
 
 
@@ -30,7 +30,7 @@ class Problem(Protocol):
     @property
     def examples(self) -> int: ...
     def gradient(self, w: Tensor, picks: Tensor) -> Tensor:
-        """Return, for weights [..., b, d], the gradients of the loss of one example of each problem, ``picks`` [b]."""
+        """Return the gradients at weights [..., b, d] of the loss of one example per problem, ``picks`` [b]."""
 
     def hessian(self, index: int, w: Tensor) -> SymmetricOperator:
         """Return the Hessian of the mean loss of one problem at the weights w [d]."""
@@ -78,7 +78,7 @@ def least_squares(
     Over-parameterised by default: 30 examples in 100 dimensions leave a flat subspace of dimension 70.
 
     Args:
-        rank: the dimension of the random subspace the features lie in; None means all of it.
+        rank: the dimension of the random subspace that holds the features; None means the full dimension.
 
     >>> least_squares(2, dimension=10, examples=4).features.shape
     torch.Size([2, 4, 10])
@@ -118,7 +118,7 @@ class TinyNetwork:
 
     def hessian(self, index: int, w: Tensor) -> HessianOperator:
         x, y = self.inputs[index], self.targets[index]
-        with torch.random.fork_rng(devices=[]):  # the layers' own initial values are drawn, and not used
+        with torch.random.fork_rng(devices=[]):  # the layers draw initial values that are not used
             model = nn.Sequential(nn.Linear(x.shape[1], self.hidden), nn.Tanh(), nn.Linear(self.hidden, 1)).to(w)
         put(model, unflatten(w, take(model)))
         return HessianOperator(model, lambda z, target: (z - target).square().mean() / 2, [(x, y.unsqueeze(-1))])
@@ -127,7 +127,7 @@ class TinyNetwork:
 def network_gradient(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return the gradient of `TinyNetwork`'s loss at weights [..., d] for one example x [..., p], y [...].
 
-    Written out because autograd would cost ten times as much as the arithmetic, tens of thousands of times.
+    Written out because autograd costs ten times as much as the arithmetic, and this is called very often.
     """
     inputs = x.shape[-1]
     hidden = (w.shape[-1] - 1) // (inputs + 2)
@@ -150,9 +150,9 @@ def tiny_network(
     """Draw over-parameterised networks: x, y standard normal, weights normal with variance 1/fan-in.
 
     Args:
-        settle: steps of gradient descent, at rate 0.1, that lead to ``start``. The theorem asks for a Hessian and for
-            signs that have settled; with 0 the start is the random network, and the distance to Definition 1 stays
-            where the signs that change during training leave it.
+        settle: steps of gradient descent, at rate 0.1, that lead to ``start``. The theorem needs a Hessian and signs
+            that have settled. With 0 the start is the random network, and signs that change during training keep gRDA
+            at a distance from Definition 1.
     """
     normal = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     x, y = normal(problems, examples, inputs), normal(problems, examples)
@@ -172,13 +172,13 @@ def grda_steps(
 
     Args:
         start: v₀ = w₀, any shape.
-        c: broadcast against the weights, so that runs with several c, SGD among them, see the same gradients' draws.
+        c: broadcast against the weights, so that runs with several c, including SGD, use the same random examples.
 
     >>> steps = grda_steps(torch.tensor([1.0]), lambda w: w, gamma=0.25, c=torch.tensor(1.0), mu=0.5)
     >>> next(steps)
     (tensor([0.7500]), tensor([0.5000]))
 
-    Reference: Algorithm 1 of the paper, with the sign of its gradient step put right.
+    Reference: Algorithm 1 of the paper, with the sign of its gradient step corrected.
     """
     v = w = start
     for n in itertools.count(1):
@@ -190,20 +190,20 @@ def grda_steps(
 
 @dataclass(frozen=True)
 class TheoremRow:
-    """gRDA against Definition 1 at one learning rate; means over the problems.
+    """gRDA compared with Definition 1 at one learning rate; means over the problems.
 
     Attributes:
         lam: λ = c·√γ·t^μ.
         distance_std: the standard deviation of the distance between problems.
         distance: ‖w_gRDA − û‖ / ‖w_gRDA − w_SGD‖; 0 when gRDA is directional pruning.
-        lag: the distance that stays at this t however small γ is, where nothing is pruned; see `drift_lag`.
+        lag: the distance that remains at this t as γ → 0, if nothing is pruned; see `drift_lag`.
         cosine_flat: cosine of w_gRDA − w_SGD with −Π₀ sign(w_SGD).
         cosine_sign: its cosine with −sign(w_SGD), the direction of plain magnitude pruning.
         zeros_agree: the fraction of weights that are zero in both w_gRDA and û, or in neither.
         sparsity: the fraction of w_gRDA that is zero.
-        settled: the time of the last change of a sign in w_SGD.
+        settled: the time of the last sign change in w_SGD.
         unpruned: the number of problems in which no weight of w_gRDA is zero.
-        distance_unpruned, lag_unpruned, cosine_unpruned: distance, lag and cosine_flat over these; None without any.
+        distance_unpruned, lag_unpruned, cosine_unpruned: distance, lag and cosine_flat over these, or None.
     """
 
     gamma: float
@@ -235,12 +235,12 @@ def theorem_rows(
     t: float = 60.0,
     seed: int = 0,
 ) -> Iterator[TheoremRow]:
-    """Yield, for each γ, how near gRDA at time t = nγ comes to directional pruning of SGD's weights.
+    """Yield, for each γ, how close gRDA at time t = nγ is to directional pruning of SGD's weights.
 
         w_gRDA(t) ≈ û = argmin_u ½‖w_SGD(t) − u‖² + λ Σ_j s_j|u_j|,    λ = c√γ t^μ,    as γ → 0
 
     SGD and gRDA start from the same weights and see the same examples; Π₀ is exact. The signs of w must have settled,
-    and t be large beside the inverse curvatures.
+    and t must be large compared with the inverse curvatures.
 
     >>> row, = theorem_rows(least_squares(1, dimension=20, examples=5), [0.01], t=10.0)
     >>> row.cosine_flat > row.cosine_sign
@@ -271,7 +271,7 @@ def theorem_rows(
 
 
 def stochastic_gradient(problem: Problem, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
-    """Return the gradient of one example at random, another at each call."""
+    """Return a function that gives the gradient of a random example, a new one at each call."""
     shape = (problem.start.shape[0],)
     return lambda w: problem.gradient(w, torch.randint(problem.examples, shape, generator=generator))
 
@@ -297,22 +297,22 @@ def _compare(sgd: Tensor, grda: Tensor, op: SymmetricOperator, lam: float, t: fl
 
 
 def drift_lag(curvatures: Tensor, t: float, mu: float) -> Tensor:
-    """Return how far the threshold still pushes gRDA along eigenvectors of these curvatures, a flat one being 1.
+    """Return how far the threshold still pushes gRDA along eigenvectors of these curvatures, relative to a flat one.
 
         ℓ(λ) = μ t^−μ ∫₀ᵗ s^(μ−1) e^(−λ(t−s)) ds = ∫₀¹ exp(−λt(1 − p^(1/μ))) dp,    about μ/(λt) for large λt
 
-    The threshold never rests, and the gradient pulls back only as fast as the curvature lets it: this much of the
-    difference to SGD lies outside the flat subspace at a finite t, however small γ is.
+    The threshold keeps growing, and the gradient pulls back only as fast as the curvature allows. At a finite t, this
+    much of the difference to SGD lies outside the flat subspace, however small γ is.
 
     >>> drift_lag(torch.tensor([0.0, 1.0]), t=60.0, mu=0.6)
     tensor([1.0000, 0.0101])
     """
-    p = (torch.arange(4000, dtype=curvatures.dtype) + 0.5) / 4000  # the midpoint rule
+    p = (torch.arange(4000, dtype=curvatures.dtype) + 0.5) / 4000  # midpoint rule
     return torch.exp(-curvatures.clamp(min=0).unsqueeze(-1) * t * (1 - p ** (1 / mu))).mean(-1)
 
 
 def count_steps(t: float, gamma: float) -> int:
     """Return the number of steps that take time t."""
     if not (gamma > 0 and t >= gamma):
-        raise ValueError(f"gamma is {gamma} and t {t}; both are positive, and t holds at least one step of gamma")
+        raise ValueError(f"gamma is {gamma} and t {t}; both must be positive, and t at least gamma")
     return round(t / gamma)

@@ -39,9 +39,9 @@ def grda(
 ) -> None:
     """Take one gRDA step, in place, on tensors of one device.
 
-    ``buffers`` holds the momentum buffers, empty without momentum. ``steps`` and ``thresholds`` are float64 scalars,
-    either all on the host or (``capturable``) all on the parameters' device, where nothing then waits for the host;
-    ``foreach`` needs them on the host.
+    ``buffers`` holds the momentum buffers, and is empty without momentum. ``steps`` and ``thresholds`` are float64
+    scalars. They are all on the host or, with ``capturable``, all on the parameters' device, where no step waits for
+    the host. ``foreach`` needs them on the host.
     """
     options: dict[str, Any] = {
         "momentum": momentum,
@@ -61,9 +61,9 @@ def grda(
 
 
 def growth(n: Any, *, rate: Any, c: float, mu: float) -> Any:
-    """τₙ − τₙ₋₁ = c·γ^(μ+½)·(n^μ − (n−1)^μ), for numbers and for tensors.
+    """Return the growth of the threshold, τₙ − τₙ₋₁ = c·γ^(μ+½)·(n^μ − (n−1)^μ), for numbers or tensors.
 
-    In float64: n^μ − (n−1)^μ cancels, and float32 would lose a few percent of it after some 10⁵ steps.
+    Give n in float64: n^μ − (n−1)^μ cancels, and float32 would lose a few percent of it after some 10⁵ steps.
     """
     return c * rate ** (mu + 0.5) * (n**mu - (n - 1) ** mu)
 
@@ -77,9 +77,10 @@ def grow_thresholds(
     mu: float,
     momentum: float = 0.0,
 ) -> None:
-    """n ← n + 1, then τ ← τ + growth(n), in place, with the effective rate γ = lr/(1−momentum).
+    """Set n ← n + 1, then τ ← τ + growth(n), in place, with the effective rate γ = lr/(1−momentum).
 
-    Schedulers that end at 0 end slightly below it by rounding, where γ^(μ+½) is no number: such a rate grows nothing.
+    A scheduler that ends at 0 may end slightly below it by rounding. γ^(μ+½) would be NaN there, so a negative rate
+    counts as 0.
     """
     if isinstance(lr, Tensor) or not _are_numbers(steps):
         torch._foreach_add_(list(steps), 1.0)
@@ -88,7 +89,7 @@ def grow_thresholds(
             rate = lr.to(n).clamp(min=0) if isinstance(lr, Tensor) else max(lr, 0.0)
             torch._foreach_add_(list(thresholds), list(growth(n, rate=rate / (1 - momentum), c=c, mu=mu).unbind()))
         return
-    # On the host: scalars as tensors, which add in half the time that numbers take.
+    # On the host, adding scalar tensors takes half the time of adding numbers.
     scalar = partial(torch.tensor, dtype=torch.float64, device="cpu")
     torch._foreach_add_(list(steps), [scalar(1.0)] * len(steps))
     if c:
@@ -99,7 +100,7 @@ def grow_thresholds(
 
 
 def _are_numbers(scalars: Sequence[Tensor]) -> bool:
-    """Whether the host can read these now: they are neither on a device, nor traced, nor fake."""
+    """Return whether the host can read these scalars now: they are neither on a device, nor traced, nor fake."""
     return not torch.compiler.is_compiling() and scalars[0].is_cpu and type(scalars[0]) is Tensor
 
 
@@ -127,7 +128,7 @@ def _single_tensor_grda(
         if momentum:
             buffer = buffers[i].mul_(momentum).add_(grad)
             grad = _add_scaled(grad, buffer, momentum) if nesterov else buffer
-        if isinstance(tau, Tensor):  # a product with one number keeps the gradient's precision, hence the cast
+        if isinstance(tau, Tensor):  # a product with a scalar tensor keeps the gradient's precision, hence the cast
             v.sub_(grad.to(v.dtype) * (lr.to(v) if isinstance(lr, Tensor) else lr))
         else:
             v.add_(grad, alpha=-float(lr))
@@ -135,7 +136,7 @@ def _single_tensor_grda(
 
 
 def _add_scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    # torch.compile bakes the first `alpha` it sees into the graph and would miss what a scheduler sets later.
+    # torch.compile bakes the first `alpha` it sees into the graph, and would miss later changes by a scheduler.
     return a + scale * b.to(a.dtype) if torch.compiler.is_compiling() else a.add(b, alpha=scale)
 
 
@@ -165,7 +166,7 @@ def _foreach_grda(
         torch._foreach_add_(list(buffers), directions)
         directions = list(torch._foreach_add(directions, list(buffers), alpha=momentum)) if nesterov else list(buffers)
     torch._foreach_add_(vs, directions, alpha=-lr)
-    # −clamp(v, −τ, τ) + v, built up in the parameters' own memory where they have the accumulator's precision.
+    # −clamp(v, −τ, τ) + v, computed in the parameters' own memory if they have the accumulator's precision.
     shrunk = [p if p.dtype == v.dtype else torch.empty_like(v) for p, v in zip(params, vs, strict=True)]
     torch._foreach_copy_(shrunk, vs)
     torch._foreach_clamp_max_(shrunk, taus)
@@ -174,11 +175,11 @@ def _foreach_grda(
     torch._foreach_add_(shrunk, vs)
     for p, s in zip(params, shrunk, strict=True):
         if s is not p:
-            p.copy_(s).add_(_ZERO)  # what underflows in the cast keeps its sign: −0.0 + 0.0 = +0.0
+            p.copy_(s).add_(_ZERO)  # a value that underflows in the cast keeps its sign: −0.0 + 0.0 = +0.0
 
 
 def soft_threshold(v: Tensor, tau: float | Tensor, *, out: Tensor) -> None:
-    """out ← sign(v)·max(|v| − τ, 0), with +0.0 inside the threshold and NaN let through."""
+    """Write sign(v)·max(|v| − τ, 0) to ``out``; values within ±τ become +0.0, and NaN stays NaN."""
     if isinstance(tau, Tensor):
         tau = tau.to(v.dtype)
         out.copy_(v - v.clamp(-tau, tau))
@@ -201,10 +202,10 @@ def soft_threshold(v: Tensor, tau: float | Tensor, *, out: Tensor) -> None:
 
 @cache
 def _softshrink_leaves_negative_zeros(numel: int, dtype: torch.dtype, threads: int) -> bool:
-    """Whether softshrink on this many elements in a row gives −0.0 anywhere.
+    """Return whether softshrink gives −0.0 anywhere in a contiguous tensor of this size.
 
-    Torch's scalar code does, its vector code does not, and which elements fall to which depends on their number and on
-    how many threads share them. Asked once a size, this saves most large tensors a pass over memory.
+    Torch's scalar code gives −0.0, its vectorised code does not. Which of them handles an element depends on the size
+    and on the number of threads. One test per size saves most large tensors a pass over memory.
     """
     probe = softshrink(torch.full((numel,), -0.5, dtype=dtype, device="cpu"), 1.0)
     return bool(torch.signbit(probe).any())

@@ -1,4 +1,4 @@
-"""A point in weight space: the parameters of a model by name, apart from the model."""
+"""Points in weight space: the parameters of a model by name, separate from the model."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def put(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def stateless(model: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Any]:
-    """Return ``call(state, inputs)``: the model's outputs at other weights and buffers, itself left as it is.
+    """Return ``call(state, inputs)``: the model's outputs at other weights and buffers; the model does not change.
 
-    A tensor that the model has in several places goes by its first name, as in ``model.named_parameters()``. The places
-    are looked up here, once: torch's own `functional_call` does it at every call, and where one module is registered
-    twice it replaces the same attribute twice and leaves the replacement behind.
+    A tensor that the model uses in several places has its first name, as in ``model.named_parameters()``. The places
+    are looked up once, here. torch's own `functional_call` looks them up in every call, and if a module is registered
+    twice, it replaces the same attribute twice and leaves the replacement behind.
 
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> call = stateless(nn.Sequential(layer, layer))
@@ -51,17 +51,17 @@ def stateless(model: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Any]:
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Return the further places of tensors, each with the first name of what is there."""
+    """Return the further names of shared tensors, each with the first name of the same tensor."""
     first: dict[int, str] = {}
     places: set[tuple[int, str]] = set()
     aliases = {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    # A list, so that no tensor dies and leaves its id to the next.
+    # A list, so that no tensor is freed and its id reused.
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         owner, _, attribute = name.rpartition(".")
         place = (id(modules[owner]), attribute)
-        if place in places:  # by another name of the same module
+        if place in places:  # the same module under another name
             continue
         places.add(place)
         if first.setdefault(id(tensor), name) != name:
@@ -75,7 +75,7 @@ def flatten(weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> Weights:
-    """Return the vector cut into the names and shapes of ``like``: the inverse of `flatten`, sharing its memory."""
+    """Split the vector into the names and shapes of ``like``, as views: the inverse of `flatten`."""
     size = sum(tensor.numel() for tensor in like.values())
     if vector.shape != (size,):
         raise ValueError(f"vector has shape {tuple(vector.shape)}; these weights need a flat one of {size} elements")
@@ -97,7 +97,7 @@ def combine(coefficients: Sequence[float], points: Sequence[Mapping[str, Tensor]
 
 
 def check_named(weights: object, weights_is: str) -> None:
-    """Raise a ValueError unless these are tensors by name."""
+    """Raise a ValueError unless this is a mapping that holds weights by name."""
     if not isinstance(weights, Mapping):
         kind = type(weights).__name__
         raise ValueError(
@@ -108,7 +108,7 @@ def check_named(weights: object, weights_is: str) -> None:
 
 
 def check_fits(model: nn.Module, weights: Mapping[str, Tensor], weights_is: str) -> None:
-    """Raise a ValueError that names the first tensor in which the weights are not those of the model."""
+    """Raise a ValueError that names the first tensor in which the weights do not fit the model."""
     parameters = dict(model.named_parameters())
     others = [name for name in weights if name not in parameters]
     if others and others[0] in model.state_dict():
@@ -120,7 +120,7 @@ def check_fits(model: nn.Module, weights: Mapping[str, Tensor], weights_is: str)
 
 
 def check_alike(a: Mapping[str, Tensor], b: Mapping[str, Tensor], a_is: str, b_is: str) -> None:
-    """Raise a ValueError that names the first tensor in which two points of weight space differ in kind."""
+    """Raise a ValueError that names the first tensor in which two points differ in name or shape."""
     for name in [*a, *(name for name in b if name not in a)]:
         if name not in a or name not in b:
             missing, present = (a_is, b_is) if name not in a else (b_is, a_is)

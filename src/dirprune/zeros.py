@@ -1,4 +1,4 @@
-"""What is zero: per parameter tensor and in all."""
+"""The exact zeros of a model: per parameter tensor, and in total."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 _WIDTH = 80
-_LEAST = 16  # letters of a name that are always shown, however wide the other columns are
+_LEAST = 16  # characters of a name that are always shown, however wide the other columns are
 
 
 @dataclass(frozen=True)
 class LayerSparsity:
-    """The zeros of one parameter tensor; units are the slices of a weight along its output and input channels."""
+    """The zeros of one parameter tensor and, for a weight, the output and input channels that are entirely zero."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class LayerSparsity:
 
 @dataclass(frozen=True)
 class SparsityReport:
-    """The exact zeros of a model's parameters; ``print`` it for a table, `to_dict` for machines."""
+    """The exact zeros of a model's parameters; ``print`` it for a table; `to_dict` returns plain data."""
 
     layers: tuple[LayerSparsity, ...]
 
@@ -112,19 +112,19 @@ class SparsityReport:
             counted = any(layer.output_channels is not None for layer in weights)
             note = ["No output or input channel is wholly zero."] if counted else []
         lines = _aligned(rows)
-        rule = "-" * len(lines[0])  # any terminal can print that
+        rule = "-" * len(lines[0])  # ASCII, for any terminal
         return "\n".join(line.rstrip() for line in [lines[0], rule, *lines[1:-2], rule, *lines[-2:], *note])
 
 
 @torch.no_grad()
 def sparsity(model: nn.Module | Mapping[str, Tensor]) -> SparsityReport:
-    """Count the parameters that are exactly zero, layer by layer: one pass, on the device, one synchronisation.
+    """Count the parameters that are exactly zero, layer by layer, in one pass on the device with one synchronisation.
 
-    What `torch.nn.utils.prune` masks counts as zero.
+    Weights that `torch.nn.utils.prune` masks count as zero.
 
     Args:
-        model: a module, or a mapping of names to tensors; only a module tells outputs from inputs where a convolution
-            is transposed.
+        model: a module, or a mapping of names to tensors. Only a module shows which convolutions are transposed or
+            grouped; in a mapping, all weights count as plain ones.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -170,19 +170,19 @@ def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def _as_used(name: str, parameter: Tensor, buffers: Mapping[str, Tensor]) -> tuple[str, Tensor]:
-    """Return a parameter's name and value; of what `torch.nn.utils.prune` keeps as weight_orig, weight, masked."""
+    """Return a parameter's name and value; weight_orig of `torch.nn.utils.prune` becomes the masked weight."""
     plain = name.removesuffix("_orig")
     mask = buffers.get(f"{plain}_mask")
     return (name, parameter) if mask is None or plain == name else (plain, parameter * mask)
 
 
 def _counts(tensor: Tensor, layout: _Layout) -> list[Tensor]:
-    """Return the number of zeros and, for a weight, of outputs and of inputs that are wholly zero."""
+    """Return the number of zeros and, for a weight, the numbers of outputs and inputs that are entirely zero."""
     nonzero = tensor != 0
     zeros = tensor.numel() - nonzero.sum()
     if tensor.dim() < 2:
         return [zeros]
-    if tensor.numel() == 0:  # channels without elements are not pruned ones
+    if tensor.numel() == 0:  # channels without elements do not count as pruned
         return [zeros, torch.zeros_like(zeros), torch.zeros_like(zeros)]
     if tensor.dim() > 2:
         nonzero = nonzero.flatten(2).any(2)
@@ -221,7 +221,7 @@ def _units(zero: int | None, total: int | None) -> str:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the rows as lines of one width; names are shortened where that would exceed `_WIDTH`."""
+    """Return the rows as lines of one width; names are shortened if the lines would exceed `_WIDTH`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[0] = min(widths[0], max(_WIDTH - sum(2 + width for width in widths[1:]), _LEAST))
     put = [str.ljust, str.ljust] + [str.rjust] * (len(widths) - 2)
@@ -230,7 +230,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _shortened(name: str, room: int) -> str:
-    """Return the name with its middle left out if there is no room for it.
+    """Return the name, with … for its middle if it is longer than ``room``.
 
     >>> _shortened("encoder.layers.11.attention.weight", 20)
     'encoder.la…on.weight'

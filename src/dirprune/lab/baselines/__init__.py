@@ -1,4 +1,4 @@
-"""The methods the paper compares with, and gRDA among them, for one training loop; one file a method."""
+"""gRDA and the methods that the paper compares it with, for one training loop; one file per method."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ METHODS: dict[str, type[Method]] = {
 
 
 def get(name: str) -> type[Method]:
-    """Return the method called ``name``, or say which there are.
+    """Return the method called ``name``; an unknown name raises an error that lists all methods.
 
     >>> get("rigl").knob
     'sparsity'

@@ -1,25 +1,25 @@
 """AMC: an agent learns how sparse each layer of a trained network can be, then the pruned network is fine-tuned.
 
-An episode goes through the layers in order; for each the agent sees what the layer is and how much has been pruned, and
-answers with a sparsity between bounds that make every episode end at the target exactly: with n the size of a layer, z
-the zeros it has already, p the weights pruned in the layers before it, r the size of those after it and y their zeros,
-T the target and m the greatest sparsity allowed,
+An episode goes through the layers in order. For each layer the agent sees a description of it and how much has been
+pruned, and answers with a sparsity. Bounds on the sparsity make every episode end exactly at the target. With n the
+size of a layer, z its zeros so far, p the weights pruned in the layers before it, r the size of those after it and y
+their zeros, T the target and m the greatest sparsity allowed,
 
     max(z, T − p − m·r) / n  ≤  sparsity  ≤  min(m, (T − p − y) / n).
 
-The smallest weights of each layer go, the network is scored on held-out data, that score is the episode's reward, and
-the weights come back. The best episode decides the masks with which training goes on.
+The smallest weights of each layer are removed and the network is scored on held-out data. That score is the episode's
+reward, and the weights are restored. The masks of the best episode are used in the training that follows.
 
-A network that loses nearly all of its weights at once is no better than chance, however they are shared, and its score
-says nothing. So there are several stages, with training in between; in each the same fraction of the weights that are
-left goes: of k stages the i-th ends at the sparsity 1 − (1 − s)^(i/k).
+A network that loses nearly all of its weights at once is no better than chance, whatever the layers' shares, and its
+score says nothing. So there are several stages, with training in between. Each removes the same fraction of the weights
+that are left: of k stages the i-th ends at the sparsity 1 − (1 − s)^(i/k).
 
-Preset: the sparsity, and a reward: e.g. the accuracy on data that is neither trained nor tested on.
+Preset: the sparsity, and a reward, e.g. the accuracy on data that are used neither for training nor for testing.
 
 Reference: He, Lin, Liu, Wang, Li & Han, "AMC: AutoML for model compression and acceleration on mobile devices", ECCV
-2018, in its fine-grained, resource-constrained form, which for ResNet50 has four stages too. Theirs clips the agent's
-sparsity to the bounds; here its answer is the place between them, so that the critic never has to judge what cannot be
-done.
+2018, in its fine-grained, resource-constrained form, which also has four stages for ResNet50. Theirs clips the agent's
+sparsity to the bounds. Here the agent's answer is the position between them, so that the critic never has to judge
+actions that are impossible.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from dirprune.modes import seeded
 NOISE = 0.5
 NOISE_DECAY = 0.95
 LEARNING_STEPS = 15
-"""Steps of actor and critic after an episode."""
+"""Steps of actor and critic after each episode."""
 
 
 def describe(weights: Mapping[str, Weight]) -> Tensor:
-    """Return what the agent sees of each layer: place, kind, outputs, inputs, kernel, stride, size; at most 1 each."""
+    """Return the features of each layer: place, kind, outputs, inputs, kernel, stride, size; scaled to at most 1."""
     rows = []
     for place, weight in enumerate(weights.values(), start=1):
         outputs, inputs = weight.parameter.shape[:2]
@@ -66,7 +66,7 @@ def play(
     most: float,
     noise: float,
 ) -> tuple[Tensor, Tensor, list[float]]:
-    """Return the states and actions of one episode, and the sparsities that they mean."""
+    """Play one episode; return its states, its actions and the resulting sparsities."""
     total = sum(sizes)
     target, pruned, rest, action = sparsity * total, 0.0, float(total), 0.0
     lost = sum(zeros)
@@ -97,18 +97,18 @@ def search(
     episodes: int = 80,
     seed: int = 0,
 ) -> list[float]:
-    """Return the layers' sparsities in the best episode, the last of which is the agent's own, without noise.
+    """Return the layers' sparsities in the best episode; the last episode is played without noise.
 
     Args:
-        features: a row a layer, of numbers about 1.
-        sizes: weights of every layer.
-        reward: of sparsities, higher is better; any scale.
-        sparsity: of all layers together, which every episode meets.
-        zeros: weights of every layer that are pruned already, and stay so; by default none.
-        most: greatest sparsity of a layer.
-        warmup: episodes before learning begins.
-        episodes: those that follow, with noise that fades.
-        seed: of the agent and its noise; the caller's random state is left alone.
+        features: one row per layer, of numbers of the order of 1.
+        sizes: the number of weights of each layer.
+        reward: a function of the sparsities, on any scale; higher is better.
+        sparsity: that of all layers together, which every episode meets.
+        zeros: the number of weights of each layer that are pruned already and stay pruned; by default none.
+        most: the greatest sparsity of a layer.
+        warmup: the number of episodes before learning begins.
+        episodes: the number of episodes after that, with decaying noise.
+        seed: that of the agent and its noise; the caller's random state does not change.
 
     >>> search(torch.eye(2), [100, 100], lambda s: s[0] - s[1], sparsity=0.5, warmup=5, episodes=5)[0] > 0.5
     True
@@ -134,17 +134,17 @@ def search(
 
 
 class Amc(Masked):
-    """Layer sparsities by reinforcement learning, in stages, and fine-tuning in between and afterwards.
+    """Layer sparsities by reinforcement learning, in stages, with fine-tuning between and after them.
 
     Args:
-        sparsity: of the prunable weights.
-        reward: of a model, higher is better, e.g. ``lambda model: evaluate(model, held_out).accuracy``; among several
-            processes it must be the same in all.
-        at: when the first stage is, as a fraction of training; 0 for a network that is already trained.
-        stages: how many searches; the last is half-way from the first to the end of training. 1 prunes all at once.
-        most: greatest sparsity of a layer; by default 0.99, and where the target is above 0.98 half-way from it to 1.
-        warmup, episodes: of random and of learning search in every stage; each calls the reward once.
-        seed: of the agent.
+        sparsity: the fraction of the prunable weights to remove.
+        reward: a function of a model, higher is better, e.g. ``lambda model: evaluate(model, held_out).accuracy``; it
+            must return the same in all processes.
+        at: the time of the first stage, as a fraction of training; 0 for a network that is already trained.
+        stages: the number of searches; the last is half-way from the first to the end of training. 1 prunes at once.
+        most: the greatest sparsity of a layer; by default 0.99, or half-way from the target to 1 if that is more.
+        warmup, episodes: numbers of random and of learning episodes in each stage; each calls the reward once.
+        seed: that of the agent.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -191,11 +191,11 @@ class Amc(Masked):
                 self._prune(1 - (1 - self.final) ** ((stage + 1) / self.stages))
 
     def _time(self, stage: int) -> float:
-        """Return when a stage is, as a fraction of training."""
+        """Return the time of a stage, as a fraction of training."""
         return self.at + (1 - self.at) / 2 * stage / max(self.stages - 1, 1)
 
     def _prune(self, sparsity: float) -> None:
-        """Search for masks of this sparsity within those there are, and set them."""
+        """Search for masks of this sparsity within the present ones, and set them."""
         weights = {name: weight.detach().clone() for name, weight in self.layer_weights.items()}
 
         def earn(sparsities: list[float]) -> float:
@@ -220,12 +220,12 @@ class Amc(Masked):
 
     @torch.no_grad()
     def _put(self, weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
-        """Give the model these weights under these masks."""
+        """Write these weights, masked, to the model."""
         for name, weight in self.layer_weights.items():
             weight.copy_(weights[name] * masks[name])
 
 
 def _check_reachable(sparsity: float, most: float) -> None:
-    """Raise unless layers of at most this sparsity can be so sparse together."""
+    """Raise unless layers of at most the sparsity ``most`` can reach ``sparsity`` together."""
     if not check_sparsity(sparsity) <= check_sparsity(most, "most"):
         raise ValueError(f"sparsity={sparsity} cannot be reached with at most most={most} in each layer; raise most")

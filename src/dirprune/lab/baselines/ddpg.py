@@ -1,11 +1,11 @@
-"""Deep deterministic policy gradient for episodes of one number in [0, 1] a step, rewarded at the end.
+"""Deep deterministic policy gradient for episodes with one action in [0, 1] per step and a reward at the end.
 
     critic:  minimise ((R − b)/d − Q(s, a))²       actor:  maximise Q(s, μ(s))
 
 R is the reward of the episode in which s and a occurred; b and d are mean and standard deviation of the remembered
-rewards, so that their scale does not matter. As nothing is discounted and nothing earned before the end, R is the
-return of every step: the critic learns from it directly, without the estimate by a slowly following critic that the
-original needs for endless episodes, and which hides which step deserved the reward.
+rewards, so that their scale does not matter. There is no discount and no reward before the end, so R is the return of
+every step, and the critic learns from it directly. The original uses the estimate of a slowly updated target critic,
+which endless episodes need, but which hides which step deserved the reward.
 
 Reference: Lillicrap, Hunt, Pritzel, Heess, Erez, Tassa, Silver & Wierstra, "Continuous control with deep reinforcement
 learning", ICLR 2016.
@@ -21,11 +21,11 @@ from torch.optim import Adam
 HIDDEN = 64
 BATCH = 64
 MEMORY = 100
-"""Episodes remembered."""
+"""The number of episodes that are remembered."""
 
 
 class Agent:
-    """Actor, critic, and the episodes they learn from; small, on the CPU, drawing from torch's random state.
+    """Actor, critic, and the episodes they learn from; small, on the CPU, with torch's global random state.
 
     >>> 0 <= Agent(features=3).act(torch.zeros(3), noise=0.5) <= 1
     True
@@ -46,11 +46,11 @@ class Agent:
         return float(nn.init.trunc_normal_(torch.empty(1), mean.item(), noise, 0.0, 1.0) if noise else mean)
 
     def remember(self, states: Tensor, actions: Tensor, reward: float) -> None:
-        """Keep an episode, a row a step, and forget the oldest."""
+        """Add an episode, one row per step, and forget the oldest if there are too many."""
         self.episodes = [*self.episodes, (states, actions, reward)][-MEMORY:]
 
     def learn(self, times: int) -> None:
-        """Take steps of critic and actor, each on remembered steps drawn at random."""
+        """Take ``times`` optimizer steps of critic and actor, each on a random batch of remembered steps."""
         states = torch.cat([states for states, _, _ in self.episodes])
         actions = torch.cat([actions for _, actions, _ in self.episodes])[:, None]
         rewards = torch.tensor([reward for _, _, reward in self.episodes])

@@ -2,7 +2,7 @@
 
     vₙ = vₙ₋₁ − γₙ ∇f(wₙ₋₁),   τₙ = τₙ₋₁ + c γₙ^(μ+½) (n^μ − (n−1)^μ),   wₙ = sign(vₙ) max(|vₙ| − τₙ, 0)
 
-Preset: no sparsity; c and μ decide it. What the optimizer's groups exempt by c = 0 stays dense, all else is pruned.
+Preset: no sparsity; c and μ decide it. The optimizer's groups with c = 0 stay dense; all others are pruned.
 
 Reference: Chao, Wang, Xing & Cheng, "Directional pruning of deep neural networks", NeurIPS 2020.
 """
@@ -19,7 +19,7 @@ from dirprune.lab.baselines.method import Method
 
 
 class Grda(Method):
-    """gRDA with this c and μ, whatever the optimizer was made with; None leaves the optimizer's own.
+    """gRDA with this c and μ in place of the optimizer's; None keeps the optimizer's own.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = GRDA(model.parameters(), lr=0.1)

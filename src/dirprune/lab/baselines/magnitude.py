@@ -1,13 +1,13 @@
-"""Magnitude pruning: the smallest weights go, gradually or at once.
+"""Magnitude pruning: the smallest weights are removed, gradually or at once.
 
-From step t₀ on, until t₁, the masks are made anew every Δt steps, for the sparsity
+From step t₀ to t₁, new masks are made every Δt steps, for the sparsity
 
     s(t) = s_f · (1 − (1 − (t − t₀)/(t₁ − t₀))³),
 
 which removes many weights early, while there are plenty, and few late. t₀ = t₁ is one-shot pruning.
 
-Preset: the sparsity, and how the layers share it: each the same, the first too ("uniform"), one threshold on |w| for
-all ("global"), or one sparsity a layer, by name, as for those who keep the first layer dense.
+Preset: the sparsity, and how the layers share it: the same for each, including the first ("uniform"), one threshold on
+|w| for all ("global"), or one sparsity per layer, by name, for instance to keep the first layer dense.
 
 Reference: Zhu & Gupta, "To prune, or not to prune: exploring the efficacy of pruning for model compression", 2017
 (their initial sparsity is 0 here); one-shot: Han, Pool, Tran & Dally, "Learning both weights and connections for
@@ -42,7 +42,7 @@ def cubic_sparsity(step: int, *, start: int, end: int, final: float) -> float:
 
 
 def layer_masks(weights: Mapping[str, Tensor], sparsities: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return masks that keep the largest weights of every layer; their number in all is exact."""
+    """Return masks that keep the largest weights of each layer; the total number is exact."""
     counts = whole_counts([w.numel() for w in weights.values()], [1 - sparsities[name] for name in weights])
     return {name: keep_largest(w.detach().abs(), n) for (name, w), n in zip(weights.items(), counts, strict=True)}
 
@@ -59,10 +59,10 @@ class Magnitude(Masked):
     """Magnitude pruning to a preset sparsity.
 
     Args:
-        sparsity: of the prunable weights; or that of every layer, by its name.
-        allocation: "uniform" or "global", for one sparsity.
+        sparsity: the fraction of the prunable weights to remove, or one fraction per layer, by name.
+        allocation: "uniform" or "global"; used if there is one sparsity.
         start, end: when pruning begins and is complete, as fractions of training; equal for one-shot pruning.
-        every: steps between masks; by default 100, or as many as make ten masks where pruning takes less than 1,000.
+        every: steps between masks; by default 100, or a tenth of the pruning phase if that is less.
 
     Example:
         >>> model = nn.Linear(10, 10)
@@ -113,7 +113,7 @@ class Magnitude(Masked):
             self.set_masks(self._masks(cubic_sparsity(step, start=start, end=end, final=1.0)))
 
     def _masks(self, part: float) -> dict[str, Tensor]:
-        """Return the masks for this part of the final sparsity."""
+        """Return the masks for this fraction of the final sparsity."""
         if isinstance(self.final, Mapping):
             return layer_masks(self.layer_weights, {name: part * sparsity for name, sparsity in self.final.items()})
         if self.allocation == "global":

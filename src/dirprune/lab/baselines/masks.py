@@ -17,9 +17,9 @@ from dirprune.lab.baselines.method import Method, prunable
 class Masked(Method):
     """A method whose zeros are those of a mask.
 
-    A hook on the optimizer multiplies the weights, and every state of theirs that has their shape (momentum,
-    accumulator), by the mask after each step: nothing that momentum or weight decay do revives a weight, and one that
-    is grown later starts from rest. Gradients stay dense.
+    After each step, a hook on the optimizer multiplies the weights, and every optimizer state of their shape (momentum,
+    accumulator), by the mask. Momentum and weight decay therefore cannot revive a weight, and one that is grown later
+    starts without momentum. Gradients stay dense.
     """
 
     layer_weights: dict[str, Tensor]
@@ -40,7 +40,7 @@ class Masked(Method):
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Zero what is masked, in weights and optimizer state."""
+        """Set masked weights and their optimizer state to zero."""
         tensors: list[Tensor] = []
         masks: list[Tensor] = []
         for name, weight in self.layer_weights.items():
@@ -61,7 +61,7 @@ class Masked(Method):
 
 
 def interval(asked: int | None, window: int) -> int:
-    """Return the steps between two acts: as asked, or 100, or a tenth of the window where that is less.
+    """Return the steps between two updates: as requested, else 100 or, if less, a tenth of the window.
 
     >>> interval(None, 2000), interval(None, 50), interval(7, 2000)
     (100, 5, 7)
@@ -70,7 +70,7 @@ def interval(asked: int | None, window: int) -> int:
 
 
 def keep_largest(scores: Tensor, count: int) -> Tensor:
-    """Return the mask of the ``count`` largest scores; of equal ones the first, on every device and process.
+    """Return the mask of the ``count`` largest scores; ties go to the first, on every device and process.
 
     >>> keep_largest(torch.tensor([3.0, 1.0, 2.0, 2.0]), 2)
     tensor([ True, False,  True, False])
@@ -81,11 +81,11 @@ def keep_largest(scores: Tensor, count: int) -> Tensor:
 
 
 def whole_counts(sizes: Sequence[int], densities: Sequence[float]) -> list[int]:
-    """Return whole numbers near size·density whose sum is the rounded sum of those: no rounding adds up.
+    """Return size·density for each layer, rounded so that the sum is the rounded sum: rounding errors do not add up.
 
     Args:
-        sizes: weights of every layer.
-        densities: the fraction of each to keep, at most 1.
+        sizes: the number of weights of each layer.
+        densities: the fraction of each layer to keep, at most 1.
 
     >>> whole_counts([3, 3, 4], [0.5, 0.5, 0.5])
     [2, 1, 2]

@@ -1,14 +1,14 @@
-"""What a pruning method is to the training loop, which is the same for all of them.
+"""The interface between pruning methods and the training loop, which is the same for all of them.
 
-A method is made with its options, attached to a model and its optimizer, and may then act in these places:
+A method is created with its options and attached to a model and its optimizer. It may then act in these places:
 
-- inside every step, as hooks on the optimizer that work in place on fixed tensors, so that a CUDA graph records them;
-- inside every step, by `Method.penalty`, a term that is added to the loss;
-- between steps, by `Method.after_step`, where any Python may run, again in place on the same tensors;
-- at the end, by `Method.finish`, after which the model is a plain one, with its zeros in its weights.
+- inside every step, with hooks on the optimizer that work in place on fixed tensors, so that a CUDA graph records them;
+- inside every step, with `Method.penalty`, a term that is added to the loss;
+- between steps, with `Method.after_step`, which may run any Python, again in place on the same tensors;
+- at the end, with `Method.finish`, which leaves a plain model with zeros in its weights.
 
-What methods prune layer by layer are the trainable weights (`prunable`): biases and other vectors, and what is frozen,
-stay as they are. A preset sparsity is a fraction of those weights.
+Methods that prune layer by layer prune the trainable weights (`prunable`). Biases, other vectors and frozen parameters
+are left alone. A preset sparsity is a fraction of these weights.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from dirprune import SparsityReport, sparsity
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight: a parameter, what the model calls it, and the modules that have it, as which attribute.
+    """A weight: its name in the model, the parameter, and its places: modules, each with the attribute that holds it.
 
-    There are several of them where modules share one weight.
+    There are several places if modules share the weight.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Weight:
 
 
 class Method:
-    """Dense training, and the base of the methods that prune; each overrides what it needs.
+    """Dense training, and the base class of the methods that prune; each overrides what it needs.
 
-    ``name`` is what users call it, ``trains_with`` the optimizer it is meant for ("sgd" or "grda"), and ``knob`` the
-    option that decides its sparsity: "sparsity" itself where that has to be preset, None where nothing is pruned.
+    ``name`` is the name that users give, ``trains_with`` the optimizer it is meant for ("sgd" or "grda"), and ``knob``
+    the option that decides the sparsity: "sparsity" itself if it is preset, None if nothing is pruned.
     """
 
     name: ClassVar[str] = "sgd"
@@ -53,12 +53,12 @@ class Method:
     examples: int
 
     def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
-        """Prepare the model and the optimizer for training; what was saved is loaded after this.
+        """Prepare the model and the optimizer for training; a saved state is loaded after this.
 
         Args:
             model: on its device; its layers may be replaced by others that hold the same parameters.
             optimizer: over the model's parameters; may get hooks and parameters.
-            steps: the length of the whole training.
+            steps: the number of steps of the whole training.
             examples: the size of the training set.
         """
         if steps < 1 or examples < 1:
@@ -71,18 +71,18 @@ class Method:
             raise ValueError(f"method={self.name} is not attached to this model; call attach before training")
 
     def penalty(self) -> Tensor | None:
-        """Return what is added to the loss in a step."""
+        """Return the term that is added to the loss in each step, or None."""
         return None
 
     def after_step(self, step: int) -> None:
-        """Act when ``step`` steps are done; gradients are still those of the last one."""
+        """Act after ``step`` steps; the gradients are still those of the last one."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights that the network computes with, by the names they have when the method is finished."""
+        """Return the weights that the network computes with, by the names they have after `finish`."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
     def plain_state(self) -> dict[str, Tensor]:
-        """Return the state of the plain network that is evaluated, tied weights under all of their names."""
+        """Return the state of the plain network that is evaluated, with tied weights under all of their names."""
         state: dict[str, Tensor] = self.model.state_dict()
         return state
 
@@ -91,15 +91,15 @@ class Method:
         return sparsity(self.weights())
 
     def finish(self) -> None:
-        """Leave a plain model, and let go of the optimizer."""
+        """Leave a plain model, and detach from the optimizer."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what has to be saved beside the model and the optimizer to go on later."""
+        """Return the state that must be saved, besides model and optimizer, to resume later."""
         return {}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back a saved state; in place, where a recorded step reads it."""
+        """Load a saved state, in place, where a recorded step reads it."""
         own = self.state_dict()
         if own.keys() != state.keys():
             raise ValueError(
@@ -110,7 +110,7 @@ class Method:
 
 
 class Reparametrised(Method):
-    """A method that trains other tensors in the place of weights, for which the network computes with `replaced`."""
+    """A method that trains other tensors in place of some weights; the network computes with those of `replaced`."""
 
     def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
         super().attach(model, optimizer, steps=steps, examples=examples)
@@ -120,12 +120,12 @@ class Reparametrised(Method):
         self._buffers = [name for name in model.state_dict() if name not in self._names]
 
     def train_besides(self, parameters: list[nn.Parameter], *, weight_decay: float) -> None:
-        """Give the optimizer parameters of the method's own; gRDA must not threshold them."""
+        """Add the method's own parameters to the optimizer; gRDA must not threshold them."""
         exempt = {"c": 0.0} if "c" in self.optimizer.defaults else {}
         self.optimizer.add_param_group({"params": parameters, "weight_decay": weight_decay, **exempt})
 
     def replaced(self) -> list[tuple[Weight, Tensor]]:
-        """Return the weights that are not what is trained, with what they come to."""
+        """Return the weights that are not trained directly, each with the tensor that the network computes with."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class Reparametrised(Method):
 def prunable(model: nn.Module) -> dict[str, Weight]:
     """Return the trainable parameters of two dimensions or more, by the name of their layer.
 
-    A weight that modules share comes once, and one that is not called "weight" has its whole name.
+    A weight that modules share is listed once. One that is not called "weight" keeps its full name.
 
     >>> list(prunable(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.GRU(8, 2))))
     ['0', '3.weight_ih_l0', '3.weight_hh_l0']
@@ -162,14 +162,14 @@ def prunable(model: nn.Module) -> dict[str, Weight]:
 
 
 def check_sparsity(value: float, argument: str = "sparsity") -> float:
-    """Return the value if it is a fraction that leaves something."""
+    """Return the value; raise a ValueError unless it is in [0, 1)."""
     if not 0 <= value < 1:
         raise ValueError(f"{argument}={value} is not a sparsity; give the fraction of zeros, in [0, 1), e.g. 0.9")
     return value
 
 
 def check_fraction(value: float, argument: str) -> float:
-    """Return the value if it is a point in training."""
+    """Return the value; raise a ValueError unless it is in [0, 1]."""
     if not 0 <= value <= 1:
         raise ValueError(f"{argument}={value} is not a point in training; give a fraction of it, in [0, 1]")
     return value

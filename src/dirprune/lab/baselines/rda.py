@@ -2,10 +2,10 @@
 
     vₙ = vₙ₋₁ − γ ∇f(wₙ₋₁),   wₙ = sign(vₙ) max(|vₙ| − nγλ, 0)
 
-The threshold grows in proportion to time, as the pull of an ℓ₁ penalty of weight λ adds up; that of gRDA with μ < 1
+The threshold grows in proportion to time, as the pull of an ℓ₁ penalty of weight λ adds up. That of gRDA with μ < 1
 grows ever more slowly.
 
-Preset: no sparsity; λ decides it. γ is the rate that the optimizer was made with, divided by 1 − momentum; while a
+Preset: no sparsity; λ decides it. γ is the rate that the optimizer was created with, divided by 1 − momentum. When a
 schedule lowers the rate, the threshold grows as gRDA's does.
 
 Reference: Xiao, "Dual averaging methods for regularized stochastic learning and online optimization", JMLR 2010.

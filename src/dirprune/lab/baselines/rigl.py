@@ -1,4 +1,4 @@
-"""RigL: sparse from beginning to end, with connections that move to where the gradient asks for them.
+"""RigL: sparse from beginning to end, with connections that move to where the gradient is large.
 
 A layer keeps the density of an Erdős–Rényi-Kernel graph, ε · (n_in + n_out + k_h + k_w) / (n_in n_out k_h k_w), at most
 1, with the ε that meets the target. Every ΔT steps, up to step T_end, it drops the fraction
@@ -7,16 +7,16 @@ A layer keeps the density of an Erdős–Rényi-Kernel graph, ε · (n_in + n_ou
 
 of its weights, those of smallest |w|, and grows as many, at 0, where the dense gradient |∂f/∂w| is largest.
 
-In a network without normalisation the weights that are there at the start are divided by √density, so that a layer's
-outputs vary as those of the dense layer would: otherwise the signal fades from layer to layer, and a deep network never
-learns. Where something normalises, they stay as they are, as in the original.
+In a network without normalisation the initial weights are divided by √density, so that a layer's outputs have the
+variance of the dense layer's. Otherwise the signal fades from layer to layer, and a deep network never learns. In a
+network with normalisation they are not changed, as in the original.
 
-Preset: the sparsity. The number of weights never changes. Unlike the original, the step that gave the gradient is taken
-before connections move.
+Preset: the sparsity. The number of weights never changes. Unlike in the original, connections move after the step that
+uses the same gradient.
 
-References: Evci, Gale, Menick, Castro & Elsen, "Rigging the lottery: making all tickets winners", ICML 2020; the scale
-at the start: Evci, Ioannou, Keskin & Dauphin, "Gradient flow in sparse neural networks and how lottery tickets win",
-AAAI 2022, who take the inputs of each neuron; here it is the density of the layer.
+References: Evci, Gale, Menick, Castro & Elsen, "Rigging the lottery: making all tickets winners", ICML 2020; initial
+scale: Evci, Ioannou, Keskin & Dauphin, "Gradient flow in sparse neural networks and how lottery tickets win",
+AAAI 2022, who use the number of inputs of each neuron; here it is the density of the layer.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from dirprune.lab.loader import generator
 
 
 def erk_densities(shapes: Sequence[Sequence[int]], density: float) -> list[float]:
-    """Return the density of every layer: proportional to Σ shape / Π shape, at most 1, ``density`` over all weights.
+    """Return the density of each layer: proportional to Σ shape / Π shape, at most 1, and ``density`` over all weights.
 
     Args:
-        shapes: of the weights: (n_out, n_in, kernel…).
-        density: of all weights together, in (0, 1].
+        shapes: the shapes of the weights, (n_out, n_in, kernel…).
+        density: that of all weights together, in (0, 1].
 
     >>> [round(d, 4) for d in erk_densities([(10, 10), (20, 20), (100, 100)], 0.05)]
     [0.4038, 0.2019, 0.0404]
@@ -57,7 +57,7 @@ def erk_densities(shapes: Sequence[Sequence[int]], density: float) -> list[float
         over = {i for i in sparse if epsilon * raw[i] > 1}
         if not over:
             return [1.0 if i in dense else epsilon * raw[i] for i in range(len(sizes))]
-        dense |= over  # what they cannot take goes to the others: ε only rises, and none of them comes back
+        dense |= over  # the others take their excess: ε only rises, so these stay dense
     return [1.0] * len(sizes)
 
 
@@ -71,9 +71,9 @@ def drop_fraction(step: int, *, end: int, alpha: float) -> float:
 
 
 def move_connections(weight: Tensor, gradient: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Return the mask without its ``count`` smallest weights, but with the ``count`` largest gradients outside it then.
+    """Return the mask without its ``count`` smallest weights, and with the ``count`` largest gradients outside it.
 
-    What was just dropped may be grown again.
+    A weight that was just dropped may be grown again.
 
     >>> move_connections(*torch.tensor([[5.0, 1.0, 0.0, 0.0], [0.0, 0.0, 2.0, 3.0]]), torch.arange(4) < 2, 1)
     tensor([ True, False, False,  True])
@@ -83,9 +83,9 @@ def move_connections(weight: Tensor, gradient: Tensor, mask: Tensor, count: int)
 
 
 def is_normalised(model: nn.Module) -> bool:
-    """Whether a layer of the network brings its inputs to a scale of its own.
+    """Return whether a layer of the network normalises its inputs.
 
-    What parametrises a weight does not, nor does local response normalisation, which divides small inputs by 1.
+    Parametrizations of weights do not count, nor does local response normalisation, which divides small inputs by 1.
     """
     layers = set(model.modules())
     for module in model.modules():
@@ -98,12 +98,12 @@ class RigL(Masked):
     """Sparse training with moving connections.
 
     Args:
-        sparsity: of the prunable weights.
-        alpha: the fraction of a layer that moves at first.
-        every: ΔT, the steps between moves; by default 100, or a tenth of T_end where that is less.
+        sparsity: the fraction of the prunable weights that are zero.
+        alpha: the fraction of a layer's weights that move at first.
+        every: ΔT, the steps between moves; by default 100, or a tenth of T_end if that is less.
         until: T_end as a fraction of training.
-        rescale: divide the first weights by √density; by default in networks without normalisation.
-        seed: of the connections at the start.
+        rescale: divide the initial weights by √density; by default in networks without normalisation.
+        seed: that of the initial connections.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 10))
@@ -155,7 +155,7 @@ class RigL(Masked):
                 for weight, count in zip(self.layer_weights.values(), counts, strict=True):
                     weight.mul_(math.sqrt(weight.numel() / max(count, 1)))
         for group in optimizer.param_groups:
-            if not group.get("fused"):  # torch's foreach SGD leaves Nesterov's direction in the place of the gradient
+            if not group.get("fused"):  # torch's foreach SGD overwrites the gradient with Nesterov's direction
                 group["foreach"] = False
 
     def after_step(self, step: int) -> None:

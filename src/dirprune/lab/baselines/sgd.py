@@ -1,8 +1,8 @@
-"""Dense training: what all others are measured against.
+"""Dense training, the baseline for all other methods.
 
     w ← w − γ ∇f(w)
 
-Preset: nothing; it prunes nothing. Momentum and weight decay are the recipe's.
+Preset: nothing; nothing is pruned. Momentum and weight decay are the recipe's.
 
 Reference: Robbins & Monro, "A stochastic approximation method", 1951.
 """
@@ -13,7 +13,7 @@ from dirprune.lab.baselines.method import Method
 
 
 class Sgd(Method):
-    """The optimizer as it is.
+    """Plain training with the given optimizer.
 
     >>> Sgd().knob is None
     True

@@ -2,11 +2,11 @@
 
     W = sign(V) · max(|V| − σ(s), 0),    σ(s) = 1 / (1 + e^−s)
 
-The network computes with W; V and one number s a layer are trained, by the loss and by weight decay. Decay draws s from
-its negative start towards 0, so that the threshold σ(s) grows until the loss, through W, holds it where it is.
+The network computes with W. V and one number s per layer are trained, by the loss and by weight decay. Decay pulls s
+from its negative start towards 0, so the threshold σ(s) grows until the gradient of the loss balances the decay.
 
-Preset: no sparsity; the decay of s decides it (the original has one decay for s and V, which here keeps the recipe's).
-Recurrent layers, whose weights torch reads past any reparametrisation, stay dense.
+Preset: no sparsity; the decay of s decides it (the original has one decay for s and V; here V has the recipe's).
+Recurrent layers stay dense, because torch reads their weights directly, bypassing any reparametrisation.
 
 Reference: Kusupati, Ramanujan, Somani, Wortsman, Jain, Kakade & Farhadi, "Soft threshold weight reparameterization for
 learnable sparsity", ICML 2020.
@@ -40,10 +40,10 @@ class SoftThreshold(nn.Module):
 
 
 class Str(Reparametrised):
-    """Learned thresholds.
+    """Soft thresholds that are learned, one per layer.
 
     Args:
-        decay: weight decay of every s, what the sparsity grows with.
+        decay: weight decay of every s; more decay gives more sparsity.
         start: s before training; the lower, the longer the network trains densely.
 
     Example:
@@ -87,5 +87,5 @@ class Str(Reparametrised):
         for weight, final in self.replaced():
             for module, attribute in weight.places:
                 parametrize.remove_parametrizations(module, attribute, leave_parametrized=False)
-            weight.parameter.copy_(final)  # once, whatever the number of places
+            weight.parameter.copy_(final)  # once, however many places there are
         self.thresholded = []

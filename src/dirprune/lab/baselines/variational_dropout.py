@@ -1,16 +1,16 @@
-"""Sparse variational dropout: every weight learns how much noise it bears, and goes when it bears any.
+"""Sparse variational dropout: every weight learns how much noise it tolerates; those that tolerate any are pruned.
 
 A weight is w + σ·ε with ε ~ N(0, 1); α = σ²/w². Training minimises the loss under that noise plus β/N Σ KL(log α),
 
     −KL(log α) ≈ k₁ S(k₂ + k₃ log α) − ½ log(1 + 1/α) − k₁,   S the logistic function,
 
-for N examples, with β rising from 0 to its final value. The noise is drawn where it arrives, in a layer's outputs
+for N examples, with β rising from 0 to its final value. The noise is drawn for a layer's outputs
 (local reparametrisation): mean x·w, variance x²·σ². Weights with log α > 3 are zero.
 
-Preset: no sparsity; the final β decides it (1 is the variational bound). log σ² is trained by the same optimizer as all
-else, as √(pace·N)·ρ: the KL term then moves it by about pace·γ/2 a step, whatever the number of examples.
-Linear layers and convolutions are noisy. What is multiplied elsewhere stays dense: embeddings, recurrent layers, the
-inside of torch's attention, and layers with a forward of their own.
+Preset: no sparsity; the final β decides it (1 is the variational bound). log σ² is trained by the same optimizer as the
+rest, as √(pace·N)·ρ: the KL term then moves it by about pace·γ/2 per step, whatever the number of examples.
+Linear layers and convolutions are noisy. Other weights stay dense: embeddings, recurrent layers, the layers inside
+torch's attention, and layers with their own forward method.
 
 Reference: Molchanov, Ashukha & Vetrov, "Variational dropout sparsifies deep neural networks", ICML 2017; β ≠ 1: Gale,
 Elsen & Hooker, "The state of sparsity in deep neural networks", 2019.
@@ -43,7 +43,7 @@ def kl_divergence(log_alpha: Tensor) -> Tensor:
 
 
 class Variational(nn.Module):
-    """What the variational twin of a layer adds to it; the layer's own weight is the mean."""
+    """Mixin that makes a layer variational; the layer's own weight is the mean."""
 
     plain: type[nn.Module]
     bias: Any  # a tensor or None; torch declares it one way for linear layers, another for convolutions
@@ -58,11 +58,11 @@ class Variational(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """What others read who do not call the layer, as torch's transformer does in evaluation."""
+        """The weight for code that reads it without calling the layer, as torch's transformer does in evaluation."""
         return self.mean if self.training else self.pruned_weight()
 
     def log_sigma2(self) -> Tensor:
-        # e^±20 is noise that drowns or vanishes; further out only overflows lie.
+        # e^±20 is as good as infinite or no noise; beyond that, exp may overflow.
         return (self.scale * self.rho).clamp(-20, 20)
 
     def log_alpha(self) -> Tensor:
@@ -76,7 +76,7 @@ class Variational(nn.Module):
             return self.apply_weight(inputs, self.pruned_weight(), self.bias)
         mean = self.apply_weight(inputs, self.mean, self.bias)
         variance = self.apply_weight(inputs.square(), self.log_sigma2().exp(), None)
-        # The root has no slope at 0, where all inputs of an output are 0.
+        # The square root has no derivative at 0, which occurs if all inputs of an output are 0.
         return mean + (variance + 1e-8).sqrt() * torch.randn_like(mean)
 
     def apply_weight(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -91,12 +91,12 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @cache
 def twin(kind: type[nn.Module]) -> type[Variational]:
-    """Return the class of the variational twins of a class of layers."""
+    """Return the variational subclass of a layer class."""
     return type(f"Variational{kind.__name__}", (Variational, kind), {"plain": kind})
 
 
 def has_twin(layer: nn.Module) -> bool:
-    """Return whether a layer is linear or a convolution and computes as torch's own do, whatever its class.
+    """Return whether a layer, of whatever class, computes like torch's linear layers or convolutions.
 
     >>> has_twin(nn.Conv2d(1, 1, 1)), has_twin(nn.ConvTranspose2d(1, 1, 1))
     (True, False)
@@ -109,7 +109,7 @@ def has_twin(layer: nn.Module) -> bool:
 
 
 def make_variational(layer: nn.Module, rho: nn.Parameter, *, scale: float) -> Variational:
-    """Turn a layer into its variational twin, in place: it stays where it is, with its own parameters."""
+    """Make a layer variational, in place; it keeps its parameters."""
     layer.__class__ = twin(type(layer))  # type: ignore[arg-type]  # mypy takes a class's hash for its objects'
     assert isinstance(layer, Variational)
     layer.rho = rho
@@ -118,7 +118,7 @@ def make_variational(layer: nn.Module, rho: nn.Parameter, *, scale: float) -> Va
 
 
 def make_plain(layer: Variational) -> None:
-    """Turn a variational layer back into what it was; its weight is the mean."""
+    """Turn a variational layer back into a plain one; its weight is the mean."""
     del layer.rho, layer.scale
     layer.__class__ = layer.plain  # type: ignore[assignment]
 
@@ -127,10 +127,10 @@ class VariationalDropout(Reparametrised):
     """Sparse variational dropout.
 
     Args:
-        beta: the final weight of the KL term, what the sparsity grows with.
+        beta: the final weight of the KL term; a larger one gives more sparsity.
         anneal: when β is reached, as a fraction of training; it rises linearly.
         start: log σ² before training.
-        pace: how fast log σ² moves against the weights.
+        pace: how fast log σ² moves relative to the weights.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -160,7 +160,7 @@ class VariationalDropout(Reparametrised):
     def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
         super().attach(model, optimizer, steps=steps, examples=examples)
         scale = math.sqrt(self.pace * examples)
-        # torch's attention multiplies by the weights of its layers itself.
+        # torch's attention reads the weights of its layers instead of calling them.
         inside = {
             c for module in model.modules() if isinstance(module, nn.MultiheadAttention) for c in module.children()
         }

@@ -1,4 +1,4 @@
-"""The networks of the published experiments, and :func:`build`, which makes one, or a user's own, from its name."""
+"""The networks of the published experiments, and `build`, which creates one of them or a user's own by name."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _BUILDERS: dict[str, Callable[[int], nn.Module]] = {
 }
 NAMES = (*_BUILDERS, "wrn28x10")
 OF_DEVICE = tuple(getattr(torch, name) for name in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, name))
-"""Errors that a device has, and no network is to blame for; torch 2.6 knows the first alone."""
+"""Errors of the device, for which no network is to blame; torch 2.6 has only the first."""
 _TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).parents[2]
 
 
 def build(name: str, classes: int) -> nn.Module:
-    """The network called ``name``; its weights depend on torch's random state alone, so seed first.
+    """Return the network called ``name``; its weights depend only on torch's random state, so seed first.
 
     Args:
         name: ``"vgg16"``, ``"wrn28x10"`` (any ``"wrn{depth}x{width}"``), ``"resnet50"``, ``"resnet18"`` (the CIFAR
-            stem), ``"small"``; or ``"package.module:callable"`` for your own, which may lie in the current folder. It
+            stem), ``"small"``; or ``"package.module:callable"`` for your own, which may be in the current folder. It
             gets the number of classes as ``num_classes`` or ``classes``, whichever it names (``num_classes`` if it
             takes any keyword, as torchvision's and timm's do), and no argument if it takes neither.
         classes: number of outputs, at least 1.
@@ -82,7 +82,7 @@ def _build_own(spec: str, classes: int) -> nn.Module:
         raise ValueError(f"model={spec!r}: {attribute!r} in {module_name!r} {found}; name a function or class there")
     arguments = _class_argument(spec, make, classes)
     try:
-        with _current_folder():  # what it may import when it is called
+        with _current_folder():  # it may import more when it is called
             model = make(**arguments)
     except Exception as error:
         raise _at_fault(spec, error) from error
@@ -97,7 +97,7 @@ def _build_own(spec: str, classes: int) -> nn.Module:
 
 @contextmanager
 def blamed(name: str, where: str = "") -> Iterator[None]:
-    """Raise what the code of a user's own network raises as an error that names it; of our own, as it is."""
+    """Turn an exception in a user's own network into an error that names it; leave all others as they are."""
     try:
         yield
     except Exception as error:
@@ -108,7 +108,7 @@ def blamed(name: str, where: str = "") -> Iterator[None]:
 
 @contextmanager
 def _current_folder() -> Iterator[None]:
-    """Look for modules in the current folder too, after all other places; an installed command does not by itself."""
+    """Search for modules in the current folder last, where an installed command does not search by itself."""
     here = str(Path.cwd())
     sys.path.append(here)
     try:
@@ -119,7 +119,7 @@ def _current_folder() -> Iterator[None]:
 
 
 def _at_fault(spec: str, error: Exception, where: str = "") -> ValueError:
-    """Return the error of a user's own code, with its place there: not that in torch, which code of theirs called."""
+    """Return an error that names the line in the user's own code, not the one in torch that it called."""
     if isinstance(error, SyntaxError):
         what, places = error.msg, [(error.filename, error.lineno)]
     else:
@@ -133,7 +133,7 @@ def _at_fault(spec: str, error: Exception, where: str = "") -> ValueError:
 
 
 def _class_argument(spec: str, make: Callable[..., Any], classes: int) -> dict[str, int]:
-    """How ``make`` wants to hear the number of classes."""
+    """Return the keyword argument by which ``make`` takes the number of classes."""
     try:
         signature = inspect.signature(make)
     except ValueError as error:  # some callables written in C

@@ -1,7 +1,7 @@
-"""BatchNorm and relu after a convolution or a sum: the layers as they are, and in compiled code on a GPU our kernels.
+"""BatchNorm and relu after a convolution or a sum: plain layers, or our kernels in compiled code on a GPU.
 
-A bias before BatchNorm is added and subtracted again with the mean of the batch; BatchNorm and relu read what they
-write. The kernels of `rectified_kernels` leave out the one and do the other in as few passes as there can be.
+A bias before BatchNorm is added, and subtracted again with the mean of the batch: the kernels of `rectified_kernels`
+leave it out. They compute BatchNorm and relu together, in as few passes over memory as possible.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Branches = tuple[tuple[nn.Module, Tensor], ...]
-"""Layers with their inputs, whose outputs are yet to be added up."""
+"""Layers with their inputs; the sum of their outputs is yet to be computed."""
 
 _ops: Any = None
-"""`rectified_ops` where it may be used."""
+"""`rectified_ops` while it may be used, else None."""
 
 
 @contextmanager
 def kernels() -> Iterator[None]:
-    """Let what is compiled inside use the kernels, where there is a GPU and triton. They have no second derivative."""
+    """Let code compiled inside use the kernels, given a GPU and triton. They have no second derivative."""
     global _ops
     before = _ops
     if torch.cuda.is_available() and find_spec("triton"):
@@ -38,7 +38,7 @@ def kernels() -> Iterator[None]:
 
 
 def rectified(convolution: nn.Module, norm: nn.BatchNorm2d, inputs: Tensor) -> Tensor:
-    """Return ``relu(norm(convolution(inputs)))``; by kernels, the derivative by the convolution's bias is exactly 0."""
+    """Return ``relu(norm(convolution(inputs)))``; with kernels, the bias's gradient is exactly 0."""
     if not _covers(norm, inputs):
         return F.relu(norm(convolution(inputs)))
     if not norm.training and _folds(convolution, inputs):
@@ -47,7 +47,7 @@ def rectified(convolution: nn.Module, norm: nn.BatchNorm2d, inputs: Tensor) -> T
 
 
 def summed(branches: Branches, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
-    """Return the sum of one or two branches, which a shortcut goes on from, and ``relu(norm(sum))``."""
+    """Return the sum of one or two branches, which a shortcut uses, and ``relu(norm(sum))``."""
     if not all(_covers(norm, inputs) for _, inputs in branches):
         outputs = [layer(inputs) for layer, inputs in branches]
         total: Tensor = outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]
@@ -66,7 +66,7 @@ def summed(branches: Branches, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
 
 
 def _covers(norm: nn.BatchNorm2d, inputs: Tensor) -> bool:
-    """Whether the operators say what this layer does; in evaluation they have no derivative."""
+    """Return whether the operators compute what this layer does; in evaluation they have no derivative."""
     return (
         _ops is not None
         and torch.compiler.is_compiling()
@@ -82,18 +82,18 @@ def _covers(norm: nn.BatchNorm2d, inputs: Tensor) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether somebody watches or changes what the layer does when it is called."""
+    """Return whether hooks or a replaced forward watch or change what the layer does."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks) or "forward" in module.__dict__
 
 
 def _is_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether the layer does what torch's convolution does, and nothing else."""
+    """Return whether the layer does what torch's convolution does, and nothing else."""
     return type(layer) is nn.Conv2d and not _hooked(layer)
 
 
 def _parted(layer: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return what the layer gives without its bias, and the bias as autocast would round it."""
+    """Return the layer's output without its bias, and the bias as autocast would round it."""
     if _is_convolution(layer) and layer.bias is not None:
         unbiased = layer._conv_forward(inputs, layer.weight, None)
         return unbiased.contiguous(memory_format=torch.channels_last), layer.bias.to(unbiased.dtype)
@@ -110,7 +110,7 @@ def _rectified(x: Tensor, offset: Tensor | None, norm: nn.BatchNorm2d) -> Tensor
 
 
 def _folds(layer: nn.Module, inputs: Tensor) -> TypeGuard[nn.Conv2d]:
-    """Whether the layer is a convolution that cuDNN can end with a relu, in the low precision that is read anyway."""
+    """Return whether the layer is a convolution that cuDNN can fuse with a relu, on inputs of low precision."""
     return (
         _is_convolution(layer)
         and layer.padding_mode == "zeros"
@@ -120,11 +120,11 @@ def _folds(layer: nn.Module, inputs: Tensor) -> TypeGuard[nn.Conv2d]:
 
 
 def _folded(layer: nn.Conv2d, norm: nn.BatchNorm2d, inputs: Tensor) -> Tensor:
-    """Return the layer's result with the running statistics in its weights, which are rounded as by autocast first."""
+    """Return the layer's result with the running statistics folded into its weights, which autocast rounds first."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     scale = norm.weight / torch.sqrt(norm.running_var + norm.eps)
-    # Really rounded: the running mean is that of rounded biases, and where the variance is 0 the scale is 316·γ.
+    # Really rounded: the running mean is that of rounded biases, and for a variance of 0 the scale is 316·γ.
     bias = 0.0 if layer.bias is None else _ops.rounded(layer.bias.to(inputs.dtype))
     shift = norm.bias + (bias - norm.running_mean) * scale
     weight = _ops.rounded(layer.weight.to(inputs.dtype)) * scale.view(-1, 1, 1, 1)

@@ -1,21 +1,21 @@
-"""BatchNorm, relu and the sum beside them, of channels_last activations: Triton kernels that move what they must.
+"""BatchNorm, relu and the sum before them, for channels_last activations: Triton kernels with minimal memory traffic.
 
 Over the P pixels of a channel, with the statistics of the batch in training and the running ones in evaluation:
 
     y = relu(x·scale + shift)      scale = γ·r, shift = β − mean·scale, r = (variance + ε)^-½
-    x = a + b + bias               where BatchNorm follows a sum, which a shortcut goes on from
+    x = a + b + bias               where BatchNorm follows a sum, which a shortcut uses too
 
     g = dy where y > 0       dβ = Σ g,  dγ = r·Σ g·(x − mean)
     dx = scale·(g − dβ/P − (x − mean)·r·dγ/P) = scale·g + slope·x + level      + the gradient of the sum's shortcut
 
-Both directions are one pass that reduces and one that maps, with the few numbers a channel settled in between. The
-moments are sums of x − x₀ and of its square, x₀ being the channel's first pixel: a large mean cancels nothing, and by
-Samuelson's inequality |x₀ − mean| ≤ σ·√P bounds what an odd first pixel can cost.
+Each direction is one pass that reduces and one that maps; a small kernel computes the few numbers per channel in
+between. The moments are sums of x − x₀ and of its square, x₀ being the channel's first pixel. A large mean then causes
+no cancellation, and by Samuelson's inequality |x₀ − mean| ≤ σ·√P bounds the error that an outlier x₀ can cause.
 
-A tensor is read as it lies, as rows of lcm(C, 256) elements: in each column the channel is the same all the way down,
-whatever C is. A program takes 256 columns, which is 16 bytes a thread for a row of a warp in bfloat16, and every
-`strips`-th tile of rows; it holds the numbers of its columns in registers, and no lane is idle. The map passes walk
-back from the end, where the reduction before them has just been, and find that part of the tensors in the cache.
+A tensor is read in memory order, as rows of lcm(C, 256) elements: each column belongs to one channel, whatever C is. A
+program takes 256 columns, in bfloat16 16 bytes per thread for a warp's row, and every `strips`-th tile of rows.
+It holds the numbers of its columns in registers, and no lane is idle. The map passes go backwards from the end, where
+the reduction has just been, and find that part of the tensors in the cache.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDTH = 256
-"""Columns of a tile."""
+"""The number of columns of a tile."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program of a kernel takes at a time, and how many of them run at once."""
+    """The tile that a program processes at a time, and how many programs run at once."""
 
     rows: int
-    """64 to 128 bytes in flight a thread, as many as registers allow."""
+    """64 to 128 bytes in flight per thread, as many as registers allow."""
     per_sm: int
-    """Programs a multiprocessor, so that all run at once."""
+    """Programs per multiprocessor, so that all run at once."""
     warps: int
-    """One where columns are added up: it holds them whole, and needs no shared memory."""
+    """One for kernels that sum columns: a single warp holds whole columns, and needs no shared memory."""
 
 
 TILES = {
@@ -57,9 +57,9 @@ TILES = {
     "evaluation": Tile(rows=8, per_sm=5, warps=4),
 }
 SETTLED = {"HEIGHT": 512, "CHANNELS": 8}
-"""Rows and channels that a program of the small kernels adds up at a time."""
+"""Rows and channels that a program of the small kernels sums at a time."""
 _COMPILATION = {"enable_fp_fusion": True}
-"""Products that are added up are rounded once, as in torch's own CUDA kernels."""
+"""Fused multiply-add rounds once, as in torch's own CUDA kernels."""
 _MEAN, _INVERSE, _SCALE, _SHIFT, _VARIANCE = (tl.constexpr(i) for i in range(5))  # rows of `numbers`
 
 
@@ -67,8 +67,8 @@ _MEAN, _INVERSE, _SCALE, _SHIFT, _VARIANCE = (tl.constexpr(i) for i in range(5))
 def _columns(period, C, WIDTH: tl.constexpr):
     """Return this program's first tile, the step to its next one, its columns and their channels.
 
-    What a kernel then reads of the channels stays a vector until it is used: made a row of a tile at once, each would
-    wait for the one before.
+    Kernels keep what they read per channel as vectors until they use it: if each were expanded to a row of a tile at
+    once, every load would wait for the one before.
     """
     blocks = period // WIDTH
     columns = tl.program_id(0) % blocks * WIDTH + tl.arange(0, WIDTH)
@@ -83,7 +83,7 @@ def _cells(tile, period, columns, ROWS: tl.constexpr):
 
 @triton.jit
 def _read(pointer, cells, elements, EVEN: tl.constexpr, LAST: tl.constexpr, ACC: tl.constexpr):
-    """Return the elements; what is read for the LAST time leaves the cache first."""
+    """Return the elements; with LAST, they are not read again and are evicted from the cache first."""
     policy: tl.constexpr = "evict_first" if LAST else ""
     if EVEN:
         values = tl.load(pointer + cells, eviction_policy=policy)
@@ -103,13 +103,13 @@ def _write(pointer, cells, values, elements, EVEN: tl.constexpr):
 
 @triton.jit
 def _down(values):
-    """Return the sum of each column: `tl.sum`, which can only be interpreted if triton was imported for that."""
+    """Return the sum of each column, as `tl.sum`, which only works interpreted if triton was imported for that."""
     return tl.reduce(values, 0, tl.standard._sum_combine)
 
 
 @triton.jit
 def _write_sums(sums, which, strip, strips, period, columns, total, FOLD: tl.constexpr, WIDTH: tl.constexpr):
-    """Write the sums of this program's columns, or those of the channels where 256 columns repeat them."""
+    """Write the sums of this program's columns, or of its channels if 256 columns repeat them."""
     if FOLD > 1:
         total = _down(tl.reshape(total, (FOLD, WIDTH // FOLD)))
         columns = tl.arange(0, WIDTH // FOLD)
@@ -118,7 +118,7 @@ def _write_sums(sums, which, strip, strips, period, columns, total, FOLD: tl.con
 
 @triton.jit
 def _read_sums(sums, rows, C, TWO: tl.constexpr, HEIGHT: tl.constexpr, CHANNELS: tl.constexpr):
-    """Return the first and second sums of all programs for this program's channels, in float64 and always one order."""
+    """Return the first and second sums of all programs for this program's channels, in float64 and in a fixed order."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     first = tl.full((HEIGHT, CHANNELS), 0.0, tl.float64)
     second = tl.full((HEIGHT, CHANNELS), 0.0, tl.float64)
@@ -145,7 +145,7 @@ def _added(x, b, offset, total, cells, elements, BIASED: tl.constexpr, EVEN: tl.
 
 @triton.jit
 def _relu(z):
-    return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)  # a loss that diverges must be seen
+    return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)  # NaN must not be hidden
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -154,7 +154,7 @@ def _moments_kernel(
     ADDS: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr,
     ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Sum x − x₀ and its square; where ADDS, x = a + b + bias is written on the way."""
+    """Sum x − x₀ and its square; with ADDS, also write x = a + b + bias."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
     first = tl.load(a + channels).to(ACC)
     offset = tl.load(bias + channels).to(ACC)
@@ -183,7 +183,7 @@ def _moments_kernel(
 def _moments_settled(
     sums, x, weight, bias, numbers, C, rows, pixels, eps, HEIGHT: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """From the moments of the batch to what a channel needs: `numbers`, one row each."""
+    """Compute `numbers` of each channel, one row each, from the moments of the batch."""
     TYPE: tl.constexpr = numbers.dtype.element_ty
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < C
@@ -211,7 +211,7 @@ def _forward_kernel(
     x, y, numbers, C, period, elements, tiles,
     EVEN: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Map x to y."""
+    """Write y = relu(x·scale + shift)."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
     scale = tl.load(numbers + _SCALE * C + channels)
     shift = tl.load(numbers + _SHIFT * C + channels)
@@ -236,7 +236,7 @@ def _products_kernel(
     for tile in tl.range(strip, tiles, strips, num_stages=1):
         cells = _cells(tile, period, columns, ROWS)
         value = _read(x, cells, elements, EVEN, False, ACC)
-        gradient = _read(dy, cells, elements, EVEN, False, ACC)  # beyond the end 0, and so no part of the sums
+        gradient = _read(dy, cells, elements, EVEN, False, ACC)  # 0 beyond the end, so it adds nothing to the sums
         gradient = tl.where(value * scale[None, :] + shift[None, :] <= 0.0, 0.0, gradient)
         one += _down(gradient)
         two += _down(gradient * (value - mean[None, :]))
@@ -248,7 +248,7 @@ def _products_kernel(
 def _products_settled(
     sums, numbers, dweight, dbias, line, C, rows, pixels, HEIGHT: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """From the sums of the gradient to those of γ and β, and to slope and level of dx."""
+    """Compute the gradients by γ and β, and slope and level of dx, from the sums."""
     TYPE: tl.constexpr = numbers.dtype.element_ty
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < C
@@ -271,7 +271,7 @@ def _gradient_kernel(
     BESIDE: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr,
     ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Map dy to dx, to which the gradient that comes from beside is added; where BIASED, sum dx over the pixels."""
+    """Map dy to dx, and add the shortcut's gradient, ``beside``, to it; with BIASED, sum dx over the pixels."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
     scale = tl.load(numbers + _SCALE * C + channels)
     shift = tl.load(numbers + _SHIFT * C + channels)
@@ -309,7 +309,7 @@ def _evaluation_kernel(
     ADDS: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Map a, or where ADDS x = a + b + bias, to y by the running statistics."""
+    """Map a, or with ADDS x = a + b + bias, to y by the running statistics."""
     strip, strips, columns, channels = _columns(period, C, WIDTH)
     scale = tl.load(weight + channels).to(ACC) / tl.sqrt(tl.load(variance + channels).to(ACC) + eps)
     shift = tl.load(beta + channels).to(ACC) - tl.load(mean + channels).to(ACC) * scale
@@ -329,7 +329,7 @@ def _evaluation_kernel(
 def _tracking_kernel(
     mean, variance, batches, numbers, offset, momentum, C, BIASED: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """Running statistics as nn.BatchNorm2d keeps them, of x + offset where BIASED."""
+    """Update running statistics as nn.BatchNorm2d does, with BIASED for x + offset."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < C
     seen = tl.load(numbers + _MEAN * C + channel, mask=inside)
@@ -350,15 +350,15 @@ class Plan:
 
     grid: tuple[int]
     sizes: dict[str, Any]
-    """What the kernel is told of it."""
+    """Arguments of the kernel."""
     sums: dict[str, int]
-    """And what one that adds up columns."""
+    """Further arguments of a kernel that sums columns."""
     rows: int
-    """Partial sums of each channel."""
+    """The number of partial sums per channel."""
 
 
 def plan(tile: Tile, elements: int, channels: int, multiprocessors: int) -> Plan:
-    """Return the plan: as many programs as run at once or fewer, of as many tiles each as the others or one fewer."""
+    """Return the plan: at most as many programs as run at once, with numbers of tiles that differ by one at most."""
     period = lcm(channels, WIDTH)
     tiles = triton.cdiv(elements, tile.rows * period)
     blocks = period // WIDTH
@@ -380,10 +380,10 @@ def planned(kernel: str, x: Tensor) -> Plan:
 
 
 def accumulated(x: Tensor) -> dict[str, Any]:
-    """Return the type that sums are taken in, as kernels are told it."""
+    """Return the kernel arguments for the type of sums."""
     return {"ACC": tl.float64 if x.dtype == torch.float64 else tl.float32, **_COMPILATION}
 
 
 def settled(channels: int) -> tuple[tuple[int], dict[str, int]]:
-    """Return grid and tile of the kernels that have a number or a few for each channel."""
+    """Return grid and tile of the small kernels, which compute a few numbers per channel."""
     return (triton.cdiv(channels, SETTLED["CHANNELS"]),), {**SETTLED, "num_warps": 16, "enable_fp_fusion": True}

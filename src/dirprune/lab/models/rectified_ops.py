@@ -1,7 +1,7 @@
 """The kernels of `rectified_kernels` as torch operators with derivatives; imported only when used.
 
-Every operator allocates what it returns and nothing waits for the device, so that torch.compile keeps them as they are
-and a CUDA graph holds them. Those with a derivative change nothing; the running statistics have one of their own.
+Every operator allocates what it returns, and none waits for the device, so that torch.compile keeps them as they are
+and CUDA graphs can record them. Those with a derivative mutate nothing; a separate operator updates running statistics.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dirprune.lab.models import rectified_kernels as kernels
 
 LAST = torch.channels_last
 MOST = 2**30
-"""Elements of a tensor: offsets are 32 bits, and the last tile may reach beyond the end."""
+"""The maximum size of a tensor: offsets have 32 bits, and the last tile may reach beyond the end."""
 
 
 def _check(*tensors: Tensor | None) -> None:
@@ -65,7 +65,7 @@ def _mapped(x: Tensor, numbers: Tensor) -> Tensor:
     schema="(Tensor x, Tensor? offset, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor)",
 )
 def rectify(x, offset, weight, bias, eps):  # type: ignore[no-untyped-def]
-    """relu(BatchNorm(x + offset)), and the numbers of each channel of x; the offset has no effect."""
+    """Return relu(BatchNorm(x + offset)), and the numbers of each channel of x; the offset has no effect."""
     _check(x)
     numbers = _numbers(x, None, None, x, weight, bias, eps)
     return _mapped(x, numbers), numbers
@@ -77,7 +77,7 @@ def rectify(x, offset, weight, bias, eps):  # type: ignore[no-untyped-def]
     schema="(Tensor a, Tensor b, Tensor? offset, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
 )
 def rectify_sum(a, b, offset, weight, bias, eps):  # type: ignore[no-untyped-def]
-    """total = a + b + offset, relu(BatchNorm(total)), and the numbers of each channel of the total."""
+    """Return total = a + b + offset, relu(BatchNorm(total)), and the numbers of each channel of the total."""
     _check(a, b)
     total = torch.empty_like(a)
     numbers = _numbers(a, b, offset, total, weight, bias, eps)
@@ -90,7 +90,7 @@ def rectify_sum(a, b, offset, weight, bias, eps):  # type: ignore[no-untyped-def
     schema="(Tensor x, Tensor dy, Tensor? beside, Tensor numbers, bool biased) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def rectify_backward(x, dy, beside, numbers, biased):  # type: ignore[no-untyped-def]
-    """The gradients by x, γ, β and the bias of x, or nothing for that."""
+    """Return the gradients by x, γ, β and, if ``biased``, the bias of x (else an empty tensor)."""
     _check(x, dy, beside)
     channels, pixels = x.shape[1], x.numel() // x.shape[1]
     plan, common = kernels.planned("products", x), kernels.accumulated(x)
@@ -120,7 +120,7 @@ def rectify_backward(x, dy, beside, numbers, biased):  # type: ignore[no-untyped
     "float eps) -> (Tensor, Tensor)",
 )
 def rectify_evaluated(a, b, offset, weight, bias, mean, variance, eps):  # type: ignore[no-untyped-def]
-    """total = a + b + offset, or nothing where there is no b, and by running statistics relu(BatchNorm(total))."""
+    """Return total = a + b + offset (empty without b), and relu(BatchNorm(total)) by running statistics."""
     _check(a, b)
     adds = b is not None
     y, total = torch.empty_like(a), torch.empty_like(a) if adds else a.new_empty(0)
@@ -138,7 +138,7 @@ def rectify_evaluated(a, b, offset, weight, bias, mean, variance, eps):  # type:
     schema="(Tensor x, Tensor weight, Tensor bias, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
 )
 def convolve_relu(x, weight, bias, stride, padding, dilation, groups):  # type: ignore[no-untyped-def]
-    """relu(convolution + bias) in the one pass that cuDNN has for it; nothing that torch.compile would make of it."""
+    """Return relu(convolution + bias) in one pass of cuDNN, which torch.compile would not use."""
     options = stride, padding, dilation, groups
     if fuses(x):
         return torch.ops.aten.cudnn_convolution_relu(x, weight, bias, *options)
@@ -147,7 +147,7 @@ def convolve_relu(x, weight, bias, stride, padding, dilation, groups):  # type: 
 
 @custom_op("dirprune::rounded", mutates_args=(), schema="(Tensor x) -> Tensor")
 def rounded(x):  # type: ignore[no-untyped-def]
-    """A copy of what lies in memory, and so is rounded: torch.compile leaves out a cast to a lower type and back."""
+    """Return a copy, which forces rounding: torch.compile removes a cast to a lower type and back."""
     return x.clone()
 
 
@@ -158,7 +158,7 @@ def rounded(x):  # type: ignore[no-untyped-def]
     "float momentum) -> ()",
 )
 def track(mean, variance, batches, numbers, offset, momentum):  # type: ignore[no-untyped-def]
-    """Let the running statistics follow those of x + offset."""
+    """Update the running statistics by those of x + offset."""
     grid, sizes = kernels.settled(len(mean))
     kernels._tracking_kernel[grid](
         mean, variance, batches, numbers, mean if offset is None else offset, momentum=momentum, C=len(mean),
@@ -167,7 +167,7 @@ def track(mean, variance, batches, numbers, offset, momentum):  # type: ignore[n
 
 
 def fuses(x: Tensor) -> bool:
-    """Tell whether cuDNN may be called by its own name, which asks neither what it can do nor what it is allowed to."""
+    """Return whether cuDNN may be called directly, which bypasses torch's checks of capability and determinism."""
     if not x.is_cuda or torch.version.hip or not torch.backends.cudnn.enabled:
         return False
     deterministic = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
@@ -175,7 +175,7 @@ def fuses(x: Tensor) -> bool:
 
 
 def suits(x: Tensor, channels: int) -> bool:
-    """Tell whether the operators take what a layer makes of this tensor, with so many channels and no more pixels."""
+    """Return whether the operators take the output of a layer for x, with this many channels and no more pixels."""
     elements = x.numel() // max(1, x.shape[1]) * channels
     return (x.is_cuda or kernels.INTERPRETED) and x.is_contiguous(memory_format=LAST) and 0 < elements < MOST
 

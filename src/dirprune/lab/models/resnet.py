@@ -1,4 +1,4 @@
-"""ResNet50 and ResNet18 with torchvision's parameter names and shapes, so that its weight files load as they are."""
+"""ResNet50 and ResNet18 with torchvision's parameter names and shapes, so that its weight files load directly."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ResNet(nn.Module):
         self.layer4 = _stage(block, 256 * block.expansion, 512, counts[3], stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(512 * block.expansion, classes)
-        # BatchNorm starts at weight 1, bias 0 by itself.
+        # BatchNorm already starts at weight 1 and bias 0.
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -101,7 +101,7 @@ def _stage(
 
 
 def resnet50(classes: int = 1000) -> ResNet:
-    """ResNet50 for ImageNet (25,557,032 parameters with 1000 classes).
+    """Return ResNet50 for ImageNet (25,557,032 parameters with 1000 classes).
 
     Bottleneck "v1.5"; convolutions start as N(0, 2 / fan_out), BatchNorm at 1 and 0.
 
@@ -119,11 +119,11 @@ def resnet50(classes: int = 1000) -> ResNet:
 
 
 def resnet18(classes: int = 10, *, small_images: bool = True) -> ResNet:
-    """ResNet18, for CIFAR by default.
+    """Return ResNet18, for CIFAR by default.
 
     Args:
         classes: number of outputs.
-        small_images: a 3×3 stride-1 stem without max-pool, for images of about 32×32; ``False`` gives torchvision's
+        small_images: a 3×3 stride-1 stem without max-pooling, for images of about 32×32; ``False`` gives torchvision's
             7×7 stride-2 stem. The parameter names are the same.
 
     Example:

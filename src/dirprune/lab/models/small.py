@@ -10,7 +10,7 @@ class SmallNet(nn.Module):
     """Three 3×3 convolutions and two linear layers.
 
     There is no BatchNorm and no dropout: the gradient of a batch is the mean over its examples, so training on several
-    processes with the same global batch is training on one.
+    processes with the same global batch equals training on one.
     """
 
     def __init__(self, classes: int, channels: int) -> None:
@@ -35,13 +35,13 @@ class SmallNet(nn.Module):
 
 
 def small(classes: int = 10, channels: int = 1) -> SmallNet:
-    """A network of 40,394 parameters for 1×8×8 images in 10 classes.
+    """Return a network of 40,394 parameters for 1×8×8 images in 10 classes.
 
-    The layers followed by a ReLU start as N(0, 2 / fan_in) with biases 0; the last one as PyTorch makes it.
+    The layers followed by a ReLU start as N(0, 2 / fan_in) with biases 0; the last one has PyTorch's default init.
 
     Args:
         classes: number of outputs.
-        channels: channels of an image.
+        channels: number of channels of an image.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""VGG16 for 32×32 images, as the published CIFAR-10 runs trained it: biased convolutions, no BatchNorm."""
+"""VGG16 for 32×32 images, as the published CIFAR-10 runs trained it: convolutions with biases, no BatchNorm."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class VGG(nn.Module):
 
 
 def vgg16(classes: int = 10) -> VGG:
-    """VGG16 without BatchNorm for 3×32×32 images (15,245,130 parameters with 10 classes).
+    """Return VGG16 without BatchNorm for 3×32×32 images (15,245,130 parameters with 10 classes).
 
-    Convolution weights start as N(0, 2 / (9·out)), convolution biases at 0, linear layers as PyTorch makes them.
+    Convolution weights start as N(0, 2 / (9·out)), convolution biases at 0, linear layers with PyTorch's default.
 
     Args:
         classes: number of outputs.

@@ -1,4 +1,4 @@
-"""Wide residual networks for 32×32 images, as the published CIFAR runs trained them: every convolution is biased."""
+"""Wide residual networks for 32×32 images, as the published CIFAR runs trained them: every convolution has a bias."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dirprune.lab.models.rectified import Branches, rectified, summed
 class WideBlock(nn.Module):
     """Two pre-activation 3×3 convolutions beside a shortcut that sees the raw input; the second one strides.
 
-    What ends a block is a sum, and it is the BatchNorm after it that adds up: so blocks take and give its two branches.
+    A block ends with a sum, which is computed by the BatchNorm after it. Blocks therefore take and return branches.
     """
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
@@ -37,7 +37,7 @@ class WideResNet(nn.Module):
         self.layer1 = _stage(16, 16 * width, blocks, stride=1)
         self.layer2 = _stage(16 * width, 32 * width, blocks, stride=2)
         self.layer3 = _stage(32 * width, 64 * width, blocks, stride=2)
-        # PyTorch's momentum is the weight of the new batch: 0.9 all but forgets the past, and is what was published.
+        # PyTorch's momentum is the weight of the new batch: 0.9 all but forgets the past. The published runs used it.
         self.bn1 = nn.BatchNorm2d(64 * width, momentum=0.9)
         self.linear = nn.Linear(64 * width, classes)
 
@@ -54,7 +54,7 @@ def _stage(channels: int, width: int, blocks: int, *, stride: int) -> nn.Sequent
 
 
 def wide_resnet(depth: int = 28, width: int = 10, classes: int = 10) -> WideResNet:
-    """WRN-depth-width without dropout for 3×32×32 images (28, 10: 36,489,290 parameters with 10 classes).
+    """Return WRN-depth-width without dropout for 3×32×32 images (28, 10: 36,489,290 parameters with 10 classes).
 
     Three stages of (depth − 4) / 6 blocks with 16·width, 32·width and 64·width channels; PyTorch's default init.
 

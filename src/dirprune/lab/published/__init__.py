@@ -1,4 +1,4 @@
-"""The numbers that the authors published, as shipped beside this file; README.md says where they come from.
+"""The numbers that the authors published, from the tables in this folder; README.md says where they come from.
 
 Accuracies and sparsity are in percent. Metrics have the names of `dirprune.lab.train.EpochRecord`.
 """
@@ -42,10 +42,9 @@ class Estimate:
 class PublishedCell:
     """One number of a table.
 
-    ``paper`` is as printed: a population std over the runs the authors used. ``every`` and ``comparable`` are
-    recomputed from their logs with the sample std: over every run, and over those that did not diverge and measured as
-    ours do.
-    ``epoch`` is the epoch that the number belongs to, ``printed_epoch`` the head of its column.
+    ``paper`` is as printed, with a population std over the runs that the authors used. ``every`` and ``comparable`` are
+    recomputed from their logs with the sample std: over all runs, and over those that did not diverge and were measured
+    as ours are. ``epoch`` is the epoch of the number, ``printed_epoch`` the heading of its column.
     """
 
     setting: Setting
@@ -80,7 +79,7 @@ class NormRatio:
 
 @dataclass(frozen=True)
 class Cost:
-    """A row of the paper's table on wall time and memory: milliseconds an iteration, and the peak of the first GPU."""
+    """A row of the paper's table on wall time and memory: milliseconds per iteration, peak MiB of the first GPU."""
 
     model: str
     batch_size: int
@@ -118,7 +117,7 @@ def settings(experiment: str) -> list[Setting]:
 
 
 def bands(experiment: str) -> dict[tuple[Setting, str], Band]:
-    """Return the bands of an experiment by setting and metric; every epoch up to 20, then every fifth."""
+    """Return the bands of an experiment by setting and metric, for every epoch up to 20 and every fifth after that."""
     if experiment not in EXPERIMENTS:
         raise ValueError(f"experiment={experiment!r} was not published; take one of {', '.join(EXPERIMENTS)}")
     groups: dict[tuple[Setting, str], list[dict[str, str]]] = {}
@@ -160,7 +159,7 @@ def costs() -> list[Cost]:
 
 
 def rows(name: str) -> Iterator[dict[str, str]]:
-    """Yield the rows of a file that lies here."""
+    """Yield the rows of a CSV file in this folder."""
     with resources.files(__name__).joinpath(name).open(encoding="utf-8") as file:
         yield from csv.DictReader(file)
 

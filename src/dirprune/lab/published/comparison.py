@@ -31,8 +31,8 @@ _LAYERWISE = {
 def tradeoff_curves() -> list[Curve]:
     """Return accuracy against sparsity of gRDA, magnitude pruning, variational dropout and random pruning.
 
-    Every point of gRDA is there, a curve for each of its two schedules. Gale et al. ran hundreds of settings of the
-    others; of these the `frontier` is kept.
+    gRDA has all of its points, in one curve per schedule. Gale et al. ran hundreds of settings of the other methods; of
+    these only the `frontier` is kept.
 
     >>> curve = tradeoff_curves()[0]
     >>> curve.label, round(curve.sparsity[3], 3), round(curve.accuracy[3], 2)
@@ -49,7 +49,7 @@ def tradeoff_curves() -> list[Curve]:
 
 
 def frontier(points: list[Point]) -> list[Point]:
-    """Return the points that no other one beats in sparsity and accuracy, by increasing sparsity.
+    """Return the points that no other point beats in both sparsity and accuracy, by increasing sparsity.
 
     >>> frontier([(0.5, 76.0), (0.9, 73.0), (0.8, 72.0), (0.9, 70.0)])
     [(0.5, 76.0), (0.9, 73.0)]

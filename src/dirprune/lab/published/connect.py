@@ -13,7 +13,7 @@ from dirprune.landscape import Measurement
 class PublishedCurve:
     """A published curve from a gRDA solution (t = 0) to the SGD solution (t = 1), and how it was fitted.
 
-    Its training loss was measured on augmented images. ``length`` is the curve's, in the ℓ₂ norm.
+    Its training loss was measured on augmented images. ``length`` is the length of the curve in the ℓ₂ norm.
     """
 
     data: str
@@ -36,7 +36,7 @@ class PublishedCurve:
 
 
 def find(*, data: str, model: str, c: float, mu: float) -> PublishedCurve | None:
-    """Return the published curve to a gRDA solution of this kind, if there is one.
+    """Return the published curve for a gRDA solution with these settings, or None.
 
     >>> curve = find(data="cifar10", model="vgg16", c=5e-4, mu=0.6)
     >>> round(curve.profile.barrier, 4), curve.profile.highest.place, curve.epochs

@@ -1,4 +1,4 @@
-"""The shares of gRDA's difference to SGD in the leading eigenspace that the authors measured (Figure 6)."""
+"""The authors' measurements of the share of gRDA's difference to SGD in the leading eigenspace (Figure 6)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PublishedShares:
 
 
 def shares(data: str, model: str) -> list[PublishedShares]:
-    """Return the published runs of a model on a data set, by increasing μ; none where nothing was published.
+    """Return the published runs of a model on a data set, by increasing μ; an empty list if there are none.
 
     >>> [run.mu for run in shares("cifar10", "vgg16")]
     [0.51, 0.6, 0.7]
