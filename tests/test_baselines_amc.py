@@ -117,6 +117,21 @@ def test_the_agent_learns_what_is_rewarded_at_the_end() -> None:
     assert found[0] > found[2] > found[1]
 
 
+@pytest.mark.parametrize("broken", [float("nan"), -float("inf")])
+def test_episodes_without_a_reward_are_neither_best_nor_the_end_of_learning(broken: float) -> None:
+    """The first episode, and all in which the first layer is pruned more, destroy the network."""
+    seen: list[float] = []
+
+    def reward(sparsities: list[float]) -> float:
+        seen.append(sparsities[0])
+        return broken if len(seen) == 1 or sparsities[0] > 0.5 else -sparsities[0]
+
+    best = search(torch.eye(2), [100, 100], reward, sparsity=0.5, warmup=10, episodes=40)
+    assert best[0] == min(value for value in seen[1:] if value <= 0.5)
+    assert max(seen[-20:]) <= 0.5  # the agent has learned from the failures
+    assert search(torch.eye(2), [100, 100], lambda _: broken, sparsity=0.5, warmup=2, episodes=2)
+
+
 def test_the_search_leaves_random_state_and_weights_alone() -> None:
     state = torch.get_rng_state()
     options = {"sparsity": 0.5, "warmup": 3, "episodes": 3}

@@ -24,6 +24,7 @@ actions that are impossible.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -118,13 +119,15 @@ def search(
         raise ValueError(f"warmup={warmup}, episodes={episodes}: give at least one of each")
     zeros = zeros or [0] * len(sizes)
     best: list[float] = []
-    best_reward = -float("inf")
+    best_reward = -math.inf
     with seeded(seed):
         agent = Agent(features=features.shape[1] + 3)
         for number in range(warmup + episodes):
             noise = NOISE * NOISE_DECAY ** max(0, number - warmup) if number < warmup + episodes - 1 else 0.0
             states, actions, sparsities = play(agent, features, sizes, zeros, sparsity=sparsity, most=most, noise=noise)
             earned = reward(sparsities)
+            if math.isnan(earned):  # the loss of a network that is pruned beyond repair
+                earned = -math.inf
             agent.remember(states, actions, earned)
             if not best or earned > best_reward:
                 best, best_reward = sparsities, earned

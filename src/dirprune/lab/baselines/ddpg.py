@@ -13,6 +13,8 @@ learning", ICLR 2016.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -46,14 +48,18 @@ class Agent:
         return float(nn.init.trunc_normal_(torch.empty(1), mean.item(), noise, 0.0, 1.0) if noise else mean)
 
     def remember(self, states: Tensor, actions: Tensor, reward: float) -> None:
-        """Add an episode, one row per step, and forget the oldest if there are too many."""
+        """Add an episode, one row per step, and forget the oldest if there are too many.
+
+        A reward of −∞, of an episode that failed, counts as the worst of the others.
+        """
         self.episodes = [*self.episodes, (states, actions, reward)][-MEMORY:]
 
     def learn(self, times: int) -> None:
         """Take ``times`` optimizer steps of critic and actor, each on a random batch of remembered steps."""
         states = torch.cat([states for states, _, _ in self.episodes])
         actions = torch.cat([actions for _, actions, _ in self.episodes])[:, None]
-        rewards = torch.tensor([reward for _, _, reward in self.episodes])
+        earned = [reward for _, _, reward in self.episodes]
+        rewards = torch.tensor(earned).clamp(min=min(filter(math.isfinite, earned), default=0.0))
         advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-8)
         returns = advantages.repeat_interleave(len(self.episodes[0][1]))[:, None]
         for _ in range(times):
