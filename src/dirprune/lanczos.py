@@ -122,7 +122,7 @@ def lanczos_steps(
         done = small and (count >= k if rest_known else count > k and not closed and seen)
         found = values[:k] * unit, bounds[:k] * unit, scale * unit
         yield LanczosStep(*found, iteration, done, basis[:count], vectors[:, :k], which)
-        if done:
+        if done or iteration == max_iterations:  # before a restart, which would rotate what was yielded away
             return
         if count == size:
             kept = k + (size - k) // 2
@@ -137,8 +137,8 @@ def lanczos_steps(
 def least_products(k: int) -> int:
     """Return the products before which nothing stops.
 
-    Of several eigenvalues within the tolerance the first vector shows one at first. So many products show up to five,
-    however near; `benchmarks/clusters.py` counts what else they miss.
+    Of several eigenvalues within the tolerance the first vector shows one at first. So many products show up to five
+    that are 1e-4 of the greatest or more apart; `benchmarks/clusters.py` counts what else they miss.
     """
     return 2 * k + 20
 
