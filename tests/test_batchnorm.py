@@ -37,13 +37,24 @@ def test_many_samples_do_not_overflow_in_half_precision(dtype: torch.dtype) -> N
 def test_what_fails_leaves_everything_as_it_was() -> None:
     norm = nn.BatchNorm1d(3, momentum=None).eval()
     norm.running_mean.fill_(2.0)
+    norm.num_batches_tracked.fill_(7)  # by which momentum=None weighs the next batch
     wide = [*batches(4), (torch.zeros(4, 9), torch.zeros(4))]
     for data, words in ((wide, "running_mean"), (batches(1, 1), "only one per batch"), ([], "no examples")):
         with pytest.raises((ValueError, RuntimeError), match=words):
             estimate_statistics([norm], data, lambda inputs, _: norm(inputs))
         assert norm.running_mean.tolist() == [2.0, 2.0, 2.0]
         assert norm.running_var.tolist() == [1.0, 1.0, 1.0]
-        assert (norm.momentum, norm.training) == (None, False)
+        assert (norm.momentum, norm.training, norm.num_batches_tracked) == (None, False, 7)
+
+
+def test_a_layer_that_no_pass_uses_keeps_its_statistics() -> None:
+    used, idle = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    idle(torch.randn(8, 3, generator=torch.Generator().manual_seed(1)))
+    before = {name: buffer.clone() for name, buffer in idle.named_buffers()}
+    estimate_statistics([used, idle], batches(4, 7), lambda inputs, _: used(inputs))
+    torch.testing.assert_close(dict(idle.named_buffers()), before, rtol=0, atol=0)
+    assert used.num_batches_tracked == 2
+    torch.testing.assert_close(used.running_mean, torch.cat([inputs for inputs, _ in batches(4, 7)]).mean(0))
 
 
 def test_layers_without_statistics_are_left_out() -> None:

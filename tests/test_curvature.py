@@ -646,6 +646,15 @@ def test_the_advice_is_what_helps() -> None:
         top_eigenpairs(matrix, 2, tolerance=1e-8, max_iterations=5)
 
 
+def test_a_search_that_ends_where_a_restart_is_due_returns_what_it_found() -> None:
+    op, _ = with_spectrum(BULK)
+    for spent in (9, 10, 11, 12, 14):  # with k = 4 and ten vectors there are restarts after 10, 13, 16, … products
+        *_, last = lanczos_steps(op, 4, basis_size=10, tolerance=0.0, max_iterations=spent)
+        pairs = last.pairs(op)
+        torch.testing.assert_close(pairs.values, last.values)
+        torch.testing.assert_close(pairs.vectors.T @ pairs.vectors, torch.eye(4, dtype=torch.float64))
+
+
 def test_magnitude_takes_both_signs() -> None:
     op, _ = with_spectrum(torch.cat([LEADING, BULK]))
     pairs = top_eigenpairs(op, 5, which="magnitude", tolerance=1e-9)
@@ -836,6 +845,8 @@ def test_a_matrix_that_has_no_real_eigenpairs_is_refused() -> None:
 def test_a_dense_matrix_is_made_symmetric() -> None:
     matrix = dense(MatrixOperator(torch.tensor([[1.0, 2.0], [4.0, 1.0]])))
     assert matrix.tolist() == [[1.0, 3.0], [3.0, 1.0]]
+    drawn = dense(MatrixOperator(torch.randn(50, 50, generator=torch.Generator().manual_seed(0))))
+    assert torch.equal(drawn, drawn.T)
 
 
 def test_in_a_lower_precision_the_loss_is_still_that_of_the_upper_one() -> None:

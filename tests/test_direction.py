@@ -154,6 +154,12 @@ def test_random_directions_share_what_the_level_says() -> None:
     assert math.sqrt(sum(r.share**2 for r in results) / 500) == pytest.approx(results[0].random_level, rel=0.03)
 
 
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**100])
+def test_the_share_does_not_depend_on_the_size_of_the_difference(scale: float) -> None:
+    delta, q = torch.tensor([3.0, 4.0, 0.0, 0.0]), torch.eye(4)[:, :1]
+    assert eigenspace_share(scale * delta, q) == eigenspace_share(delta, q)
+
+
 def test_bad_input_is_refused_with_a_reason(weights: Weights) -> None:
     w, q = torch.ones(5), orthonormal(5, 2).float()
     with pytest.raises(ValueError, match="not orthonormal"):

@@ -863,6 +863,22 @@ def test_a_negative_step_or_threshold_is_not_loaded(key: str) -> None:
         optimizer.load_state_dict(state)
 
 
+def test_a_state_saved_after_a_schedule_that_ended_below_zero_by_rounding_is_loaded() -> None:
+    p, optimizer = stepped()
+    scheduler = lr_scheduler.LinearLR(optimizer, 0.3, 0.0, 3)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        scheduler.step()
+    state = optimizer.state_dict()
+    assert -1e-12 < state["param_groups"][0]["lr"] <= 0
+    state["param_groups"][0]["lr"] = -2e-18  # what it is for other rates, lengths and versions of torch
+    optimizer.load_state_dict(state)
+    state["param_groups"][0]["lr"] = -1e-3
+    with pytest.raises(ValueError, match=r"lr=-0\.001"):
+        optimizer.load_state_dict(state)
+
+
 def test_saved_options_are_checked_like_given_ones() -> None:
     _, optimizer = stepped()
     state = optimizer.state_dict()

@@ -123,6 +123,15 @@ def test_drift_lag_is_the_integral_solved_step_by_step(curvature: float) -> None
     assert float(found) == pytest.approx(y / t**mu, rel=1e-3)
 
 
+@pytest.mark.parametrize("curvature", [10.0, 1e3, 1e5])
+def test_drift_lag_far_from_flat_is_that_of_its_series(curvature: float) -> None:
+    """ℓ = μ/x + μ(1−μ)/x² + O(x⁻³), x = λt."""
+    t, mu = 60.0, 0.6
+    x = curvature * t
+    found = drift_lag(torch.tensor([curvature], dtype=torch.float64), t, mu)
+    assert float(found) == pytest.approx(mu / x + mu * (1 - mu) / x**2, rel=1e-5)
+
+
 def test_where_nothing_is_pruned_only_the_lag_is_left() -> None:
     """Far from zero no weight is pruned and no sign changes, so the distance is what a finite t leaves."""
     drawn = least_squares(5)
@@ -186,6 +195,18 @@ def test_simulated_runs_follow_the_limit_law_at_every_time() -> None:
             runs
         )
     assert float(limits[-1].mean.norm()) > 20 * math.sqrt(variance / runs)  # so that agreement says something
+
+
+def test_runs_are_compared_with_the_flow_at_their_own_time() -> None:
+    """Without noise and threshold V is the error of Euler's method, however t falls between two steps."""
+    drawn = least_squares(1, dimension=3, examples=1)
+    seen = simulated_moments(drawn, [0.44, 0.46], gamma=0.1, c=0.0, runs=2)
+    v = drawn.start[0]
+    for step in range(1, 6):
+        v = v - 0.1 * drawn.gradient(v.unsqueeze(0), torch.zeros(1, dtype=torch.long))[0]
+        if step >= 4:
+            expected = (v - gradient_flow(drawn, 0.1 * step)) / math.sqrt(0.1)
+            torch.testing.assert_close(seen[step - 4].mean, expected)
 
 
 def test_the_error_of_the_limit_falls_to_the_noise_of_the_runs() -> None:

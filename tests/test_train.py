@@ -286,6 +286,10 @@ def test_norm_ratio_lies_between_its_bounds() -> None:
     assert norm_ratio(model) == pytest.approx(5 / 7)
 
 
+def test_norm_ratio_of_millions_of_weights_keeps_its_digits() -> None:
+    assert norm_ratio([torch.full((4_000_000,), 0.01)]) == pytest.approx(1 / 2000, rel=1e-6)
+
+
 class Breaking(nn.Module):
     """A linear classifier whose outputs turn into ``value`` at the given training step."""
 

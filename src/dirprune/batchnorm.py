@@ -34,7 +34,8 @@ def estimate_statistics(
     variance of their means would correct only the first layer: later ones see inputs normalised class by class.
 
     If a pass uses a layer more than once, the last use counts. A batch of one example that gives a layer one value per
-    channel has no variance, and is left out. If a pass fails, the statistics stay as they were.
+    channel has no variance, and is left out. If a pass fails, the statistics stay as they were. So do those of a layer
+    that no pass uses, such as a head for training only.
 
     Args:
         norms: from `batchnorms`; the modes of all other modules are up to the caller.
@@ -50,6 +51,8 @@ def estimate_statistics(
     before = [(norm, norm.momentum, norm.training) for norm in norms]
     statistics = [s for norm in norms for s in (norm.running_mean, norm.running_var) if s is not None]
     result = [statistic.clone() for statistic in statistics]
+    counters = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+    counted = [counter.clone() for counter in counters]
     sums, seen = [torch.zeros_like(s, dtype=torch.promote_types(s.dtype, torch.float32)) for s in statistics], 0
     try:
         for norm in norms:
@@ -70,8 +73,11 @@ def estimate_statistics(
                 "batches holds no examples, or only one per batch, so there is nothing to estimate statistics from; "
                 "give larger batches"
             )
-        result = list(torch._foreach_div(sums, seen))
+        unused = [counter == 0 for counter in counters for _ in ("mean", "variance")]
+        means = torch._foreach_div(sums, seen)
+        result = [torch.where(*each) for each in zip(unused, result, means, strict=True)]
+        counted = [torch.where(counter == 0, old, counter) for counter, old in zip(counters, counted, strict=True)]
     finally:
-        torch._foreach_copy_(statistics, result)
+        torch._foreach_copy_(statistics + counters, result + counted)
         for norm, momentum, mode in before:
             norm.momentum, norm.training = momentum, mode

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dirprune.basis import inner, length
+from dirprune.basis import inner, length, unit_of
 from dirprune.lanczos import Eigenpairs
 from dirprune.operators import SymmetricOperator, dense
 from dirprune.weights import Weights, check_alike, check_named, flatten, unflatten
@@ -181,10 +181,11 @@ def eigenspace_share(difference: Tensor | Weights, eigenvectors: Tensor | Eigenp
         difference = flatten(_in_order(difference, eigenvectors, "difference"))
     delta = _flat(difference, "difference").detach()
     q = _orthonormal(eigenvectors, delta, "difference")
-    whole = length(delta)
+    scaled = delta / unit_of(delta)  # whose squares neither underflow nor overflow
+    whole = length(scaled)
     if not (whole > 0 and math.isfinite(whole)):
         raise ValueError(f"difference has length {whole}; its direction is not defined")
-    inside = float(inner(q.T, delta).norm())
+    inside = float(inner(q.T, scaled).norm())
     return EigenspaceShare(inside / whole, math.sqrt(q.shape[1] / delta.numel()))
 
 

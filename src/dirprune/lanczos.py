@@ -122,7 +122,7 @@ def lanczos_steps(
         done = small and (count >= k if rest_known else count > k and not closed and seen)
         found = values[:k] * unit, bounds[:k] * unit, scale * unit
         yield LanczosStep(*found, iteration, done, basis[:count], vectors[:, :k], which)
-        if done:
+        if done or iteration == max_iterations:  # before a restart, which would rotate what was yielded away
             return
         if count == size:
             kept = k + (size - k) // 2
@@ -137,8 +137,8 @@ def lanczos_steps(
 def least_products(k: int) -> int:
     """Return the minimum number of products before Lanczos may stop.
 
-    The first products show several eigenvalues within the tolerance as one. This many show up to five, however close;
-    `benchmarks/clusters.py` counts the cases that are still missed.
+    The first products show several eigenvalues within the tolerance as one. This many show up to five that are 1e-4 of
+    the largest or more apart; `benchmarks/clusters.py` counts the cases that are still missed.
     """
     return 2 * k + 20
 

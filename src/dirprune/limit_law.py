@@ -92,7 +92,8 @@ def simulated_moments(
     for t in times:
         v, _ = next(itertools.islice(path, count_steps(t, gamma) - done - 1, None))
         done = count_steps(t, gamma)
-        scaled = (v - gradient_flow(problem, t)) / math.sqrt(gamma)
+        # At the time of the runs, which t may miss by half a step: γ/2 of the gradient, and √γ/2 of it in V.
+        scaled = (v - gradient_flow(problem, done * gamma)) / math.sqrt(gamma)
         found.append(Moments(t, scaled.mean(0), torch.cov(scaled.T)))
     return found
 

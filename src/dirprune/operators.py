@@ -55,4 +55,4 @@ def dense(op: SymmetricOperator | Tensor) -> Tensor:
     """Return the full matrix [d, d] of a small operator, made exactly symmetric."""
     op = operator_of(op)
     matrix = op @ torch.eye(op.size, dtype=op.dtype, device=op.device)
-    return torch.lerp(matrix, matrix.T, 0.5)
+    return matrix / 2 + matrix.T / 2  # a sum of two has no order, and halves do not overflow

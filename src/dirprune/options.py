@@ -14,6 +14,8 @@ MACHINE = ("foreach", "fused", "capturable")
 MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize")
 """Options that say what a step computes."""
 _NUMBERS = {"lr": 0.1, "c": 5e-4, "mu": 0.51, "momentum": 0.9, "weight_decay": 5e-4}  # with an example value of each
+_ROUNDING = 1e-12
+"""How far below 0 rounding may leave a scheduler that ends at 0. The step accepts such a rate, so a state may hold it."""
 
 
 def check_options(options: dict[str, Any]) -> None:
@@ -26,7 +28,7 @@ def check_options(options: dict[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is not a number; give one, e.g. {name}={example:g}")
         options[name] = float(value)  # a numpy number or a Fraction could not be saved with the state
     lr, c, mu, momentum, weight_decay = (number(options[name]) for name in _NUMBERS)
-    if not lr >= 0 or math.isinf(lr):
+    if not lr >= -_ROUNDING or math.isinf(lr):
         raise ValueError(f"lr={lr} is not a learning rate; give a finite number ≥ 0, e.g. lr=0.1")
     if not c >= 0 or math.isinf(c):
         raise ValueError(f"c={c} is not a pruning strength; give a finite number ≥ 0, e.g. c=5e-4 (c=0 prunes nothing)")

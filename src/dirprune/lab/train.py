@@ -183,8 +183,9 @@ def recalibrate_batchnorm(model: nn.Module, loader: Loader, *, execution: Execut
 def norm_ratio(weights: nn.Module | Iterable[Tensor]) -> float:
     """Return ‖w‖₂/‖w‖₁ over all parameters: d^-½ if all have the same magnitude, 1 if all but one are zero."""
     parameters: list[Tensor] = list(weights.parameters() if isinstance(weights, nn.Module) else weights)
-    one = torch.stack(torch._foreach_norm(parameters, 1)).double().sum()
-    two = torch.stack(torch._foreach_norm(parameters, 2)).double().square().sum().sqrt()
+    # One sum over millions of float32 numbers loses 1e-3 of itself on a CPU, over 25 million 5 percent.
+    one = torch.stack(torch._foreach_norm(parameters, 1, dtype=torch.float64)).sum()
+    two = torch.stack(torch._foreach_norm(parameters, 2, dtype=torch.float64)).square().sum().sqrt()
     return float(two / one)
 
 
