@@ -188,9 +188,9 @@ COLUMNS = (
     "paper ms",
     "MiB",
     "paper MiB",
-    "overhead",
+    "rest of an epoch",
 )
-SPARE = ("floor ms", "overhead", "MiB")
+SPARE = ("floor ms", "rest of an epoch", "MiB")
 """The columns that a narrow terminal goes without, the first of them first."""
 
 
