@@ -83,6 +83,7 @@ def test_the_table_compares_with_sgd_the_floor_and_the_paper() -> None:
     assert [row["÷ SGD"] for row in rows] == ["1.000", "1.500"]
     assert [row["paper ms"] for row in rows] == ["21.4", "30.3"]
     assert [row["share of floor"] for row in rows] == ["50%", "33%"]
+    assert [row["rest of an epoch"] for row in rows] == ["10.0%", "10.0%"]  # "overhead" reads as that over SGD
     assert [(row["MiB"], row["paper MiB"]) for row in rows] == [("–", "1756"), ("600", "1809")]
 
 

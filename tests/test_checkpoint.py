@@ -260,7 +260,9 @@ def test_a_full_disk_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch
         save(folder, earlier, {"epoch": earlier})
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full_disk)
-        with pytest.raises(OSError, match=f"epoch {epoch} was not saved .No space left.*intact.*resume") as caught:
+        with pytest.raises(
+            OSError, match=f"epoch {epoch} was not saved .No space left.*intact.*continue; not written"
+        ) as caught:
             save(folder, epoch, {"epoch": "new"})
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.filename == str(folder / f"epoch-{epoch:04d}.pt")

@@ -57,6 +57,12 @@ def test_error_bars_reach_one_spread_either_way_and_stay_in_view() -> None:
     assert high > 93.6
 
 
+def test_accuracies_are_marked_at_round_numbers() -> None:
+    [axes] = tradeoff([Curve("gRDA", [0.9, 0.99], [99.0, 95.5], [0.4, 0.3])]).axes
+    low, high = axes.get_ylim()
+    assert [tick for tick in axes.get_yticks() if low < tick < high] == pytest.approx([95, 96, 97, 98, 99])
+
+
 def test_a_spread_that_is_not_known_has_no_bar() -> None:
     [axes] = tradeoff([Curve("gRDA", [0.9, 0.95], [93.0, 92.0], spread=[math.nan, 0.5])]).axes
     [segments] = [c.get_segments() for c in axes.collections if isinstance(c, LineCollection)]

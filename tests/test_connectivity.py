@@ -20,15 +20,16 @@ from matplotlib.figure import Figure
 from torch import nn
 from typer.testing import CliRunner
 
-from dirprune.connect import FitRecord
+from dirprune.connect import CurveProfile, FitRecord
 from dirprune.lab import checkpoint, cli, connectivity, console, data, experiment, models, recipes, runs, train
 from dirprune.lab.connectivity import Options, connect
 from dirprune.lab.connectivity_files import draw, notes, published_curve
 from dirprune.lab.connectivity_files import table as told
-from dirprune.lab.connectivity_plots import _round_numbers, _scale, plane
+from dirprune.lab.connectivity_plots import _round_numbers, _scale, plane, profile
 from dirprune.lab.execution import Execution
 from dirprune.lab.progress import Progress
 from dirprune.lab.published.connect import find
+from dirprune.landscape import Measurement
 from dirprune.weights import combine
 
 CPU = torch.device("cpu")
@@ -417,6 +418,14 @@ def test_a_network_is_not_joined_to_itself_nor_to_what_is_not_there(pair: tuple[
         start(pair[0], tmp_path / "nothing", tmp_path / "job")
 
 
+def test_initial_weights_are_joined_on_request_alone(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    young = runs.create(tmp_path / "young", runs.load(pair[0]).recipe)
+    checkpoint.save(young.checkpoints, 0, {"epoch": 0, "model": runs.weights_of(runs.load(pair[0]), 0)[1]})
+    with pytest.raises(ValueError, match="young has only its initial weights; train it, or give --epoch-b 0 to join"):
+        start(pair[0], young.folder, tmp_path / "job")
+    assert start(pair[0], young.folder, tmp_path / "job", epoch_b=0)
+
+
 def test_another_job_and_other_files_are_never_overwritten(
     pair: tuple[Path, Path], finished: tuple[Path, list[Progress]]
 ) -> None:
@@ -559,3 +568,17 @@ def test_a_flat_plane_is_not_drawn_to_scale_and_says_so(height: float, aspect: o
         assert axes.get_aspect() == aspect
         assert ("not to scale" in axes.get_ylabel()) == (aspect == "auto")
         assert axes.get_position().height * axes.figure.get_figheight() > 0.8  # inches
+
+
+@pytest.mark.parametrize("least", [1e-9, 1e-5])
+def test_figures_say_where_a_loss_is_cut(least: float) -> None:
+    points = [Measurement((t,), loss, 10.0, loss, 10.0) for t, loss in ((0.0, 0.1), (0.5, least), (1.0, 0.1))]
+    loss, error, *_ = profile({"curve": CurveProfile(tuple(points))}, ("gRDA", "SGD"), None).axes
+    assert loss.get_ylabel() == ("train loss (cut at 1e-06)" if least < 1e-6 else "train loss")
+    assert error.get_ylabel() == "train error (%)"
+    rows = [
+        {"x": x, "y": y, "train_loss": least * 10 ** (x + y), "test_error": 10.0 + x} for x in (0, 4) for y in (0, 3)
+    ]
+    corners = [("start", 0, 0), ("end", 4, 0), ("bend", 2, 3)]
+    bar = plane(rows, corners, ("gRDA", "SGD")).axes[0].child_axes[0]
+    assert bar.get_yticklabels()[0].get_text() == ("≤ 1e-06" if least < 1e-6 else "1e-05")

@@ -101,7 +101,8 @@ def test_a_single_epoch_is_a_whole_number() -> None:
 def test_training_curves_show_the_numbers() -> None:
     figure = plots.training_curves({"SGD": [history([50, 90]), history([60, 80])], "gRDA": [history([40, 70])]})
     accuracy, zeros, train_loss, test_loss = figure.axes
-    assert labelled(accuracy) == {"SGD": ([1, 2], [55, 85]), "gRDA": ([1, 2], [40, 70])}
+    several = "SGD, mean ± std of 2 runs"  # what the band is
+    assert labelled(accuracy) == {several: ([1, 2], [55, 85]), "gRDA": ([1, 2], [40, 70])}
     assert labelled(zeros)["gRDA"] == ([1, 2], [0, 10])
     assert [axes.get_yscale() for axes in figure.axes] == ["linear", "linear", "log", "log"]
     assert labelled(train_loss)["gRDA"] == labelled(test_loss)["gRDA"] == ([1, 2], [1, 0.5])
@@ -112,7 +113,7 @@ def test_training_curves_show_the_numbers() -> None:
         "train loss",
         "test loss",
     ]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["SGD", "gRDA"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [several, "gRDA"]
 
 
 def test_the_demo_figure_has_two_panels_and_a_seed_without_an_epoch_is_left_out() -> None:

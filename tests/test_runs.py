@@ -318,7 +318,9 @@ def test_a_record_that_finds_no_room_names_its_file_and_leaves_the_others(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # writing names no file
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"epoch 4 was not recorded \(No space left.*then resume") as caught:
+    with pytest.raises(
+        OSError, match=r"epoch 4 was not recorded \(No space left.*then continue; not written"
+    ) as caught:
         run.append(record(4))
     assert caught.value.filename == str(run.folder / "metrics.jsonl")
     assert run.records()[:3] == [record(epoch) for epoch in (1, 2, 3)]

@@ -189,9 +189,9 @@ COLUMNS = (
     "paper ms",
     "MiB",
     "paper MiB",
-    "overhead",
+    "rest of an epoch",
 )
-SPARE = ("floor ms", "overhead", "MiB")
+SPARE = ("floor ms", "rest of an epoch", "MiB")
 """Columns that are dropped on a narrow terminal, in this order."""
 
 

@@ -71,7 +71,7 @@ def save(folder: Path, epoch: int, state: State) -> Path:
         raise OSError(
             error.errno,
             f"the checkpoint of epoch {epoch} was not saved ({error.strerror}); those saved before are intact. "
-            "Make room or repair the disk, then resume",
+            "Make room or repair the disk, then continue; not written",
             str(path),
         ) from error
     finally:

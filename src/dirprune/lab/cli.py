@@ -302,9 +302,8 @@ def tune(
         words = [(f"--{name}", str(value)) for name, value in {**options, "data": data}.items() if value is not None]
         command = shlex.join(["dirprune", "train", recipe, *chain.from_iterable(words)])
         say(f"Chosen: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero after {length}). Train with:")
-        if is_terminal():
-            print(command)
-        else:
+        say(f"    {command}")
+        if not is_terminal():
             emit({"c": best.c, "mu": best.mu, "command": command})
 
 

@@ -45,7 +45,7 @@ def theory(
     figures: Annotated[Path | None, typer.Option(help="Folder for the figures.", show_default="--out")] = None,
     problems: Annotated[int, typer.Option(min=1, help="Random problems to average over.")] = 20,
     runs: Annotated[int, typer.Option(min=2, help="Simulated runs for the limit law.")] = 4000,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for the problems and the noise.")] = 0,
 ) -> None:
     """Demonstrate the theorem: gRDA approaches directional pruning as the learning rate falls. Under a minute."""
     with clear_errors():
@@ -91,7 +91,7 @@ def project(
     precision: PrecisionOption = "float32",
     tolerance: Annotated[float, typer.Option(help="Residual to accept, relative to the largest eigenvalue.")] = 1e-3,
     max_iterations: Annotated[int, typer.Option(min=1, help="Maximum number of Hessian products per epoch.")] = 300,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for the first Lanczos vector.")] = 0,
     minutes: MinutesOption = None,
     data: RunDataOption = None,
     device: DeviceOption = "auto",
@@ -153,7 +153,7 @@ def score(
     precision: PrecisionOption = "float32",
     tolerance: Annotated[float, typer.Option(help="Residual to accept, relative to the largest eigenvalue.")] = 1e-5,
     max_iterations: Annotated[int, typer.Option(min=1, help="Maximum number of Hessian products.")] = 2000,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for the first Lanczos vector and the diagonal.")] = 0,
     minutes: MinutesOption = None,
     data: RunDataOption = None,
     device: DeviceOption = "auto",
@@ -200,8 +200,8 @@ def connect(
     points: Annotated[int, typer.Option(help="Points of the profile.")] = 61,
     grid: Annotated[int, typer.Option(help="Points per side of the plane.")] = 21,
     margin: Annotated[float, typer.Option(help="Margin of the plane, as a fraction of its width.")] = 0.2,
-    lr: float = 0.1,
-    momentum: float = 0.9,
+    lr: Annotated[float, typer.Option(help="Learning rate of the fit.")] = 0.1,
+    momentum: Annotated[float, typer.Option(help="Momentum of the fit.")] = 0.9,
     schedule: Annotated[str, typer.Option(help="Learning-rate schedule of the fit.")] = "constant-linear-constant",
     batch_size: Annotated[int | None, typer.Option(help="Examples per step.", show_default="that of run A")] = None,
     plane_examples: Annotated[
@@ -210,7 +210,7 @@ def connect(
     fit: Annotated[bool, typer.Option("--fit/--no-fit", help="With --no-fit, only the straight line.")] = True,
     epoch_a: Annotated[int | None, typer.Option(help="Checkpoint of run A.", show_default="the newest")] = None,
     epoch_b: Annotated[int | None, typer.Option(help="Checkpoint of run B.", show_default="the newest")] = None,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the fit.")] = 0,
     minutes: MinutesOption = None,
     data: RunDataOption = None,
     device: DeviceOption = "auto",

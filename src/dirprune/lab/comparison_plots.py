@@ -226,7 +226,7 @@ def _fit(axes: Axes, curves: Sequence[Curve], floor: float) -> None:
                 pruned += [] if curve.is_dense else [100 * sparsity]
     margin = max(0.06 * (max(heights) - min(heights)), 0.25)
     axes.set_ylim(min(heights) - margin, max(heights) + margin)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=7))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=(1, 2, 2.5, 5, 10)))  # else also eighths: 97.6, 98.4
     _scale_sparsity(axes, min(pruned, default=0.0), max(pruned, default=100.0))
 
 

@@ -215,7 +215,8 @@ def _open(
     large = replace(recipe, batch_size=EVALUATION_BATCH)
     measured = experiment.load_data(large, device=device, root=root)
     (epoch_a, start), (epoch_b, end) = (
-        _endpoint(run, epoch, parts.model) for run, epoch in ((a, epoch_a), (b, epoch_b))
+        _endpoint(run, epoch, parts.model, option)
+        for run, epoch, option in ((a, epoch_a, "--epoch-a"), (b, epoch_b, "--epoch-b"))
     )
     if torch.equal(flatten(start), flatten(end)):
         raise ValueError(f"{run_a} (epoch {epoch_a}) and {run_b} (epoch {epoch_b}) hold the same weights; give two")
@@ -230,9 +231,11 @@ def _open(
     return _Job(out, options, recipe, parts, measured, (start, end))
 
 
-def _endpoint(run: runs.Run, epoch: int | None, model: nn.Module) -> tuple[int, Weights]:
+def _endpoint(run: runs.Run, epoch: int | None, model: nn.Module, option: str) -> tuple[int, Weights]:
     """Load a checkpoint of the run into the model, and return its epoch and its weights on the model's device."""
     found, state = runs.weights_of(run, epoch)
+    if found == 0 and epoch is None:  # e.g. of a run that diverged at once: the curve would say nothing about training
+        raise ValueError(f"{run.folder} has only its initial weights; train it, or give {option} 0 to join those")
     # Compare the whole state, with buffers and all names of shared weights, to detect another architecture.
     check_alike(model.state_dict(), state, f"the network {run.recipe.model!r}", str(run.folder))
     put(model, runs.parameters_of(model, state))

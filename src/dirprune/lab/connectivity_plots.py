@@ -49,6 +49,9 @@ def profile(profiles: Mapping[str, CurveProfile], names: tuple[str, str], publis
             axes.plot(*_over_t(measured, score), color=plots.colour(index), linestyle=style, label=name)
         if published is not None:
             plots.draw_published(axes, _over_t(published, score), label="published curve", index=0)
+        drawn = [*profiles.values(), *([] if published is None else [published])]
+        cut = score.endswith("loss") and any(getattr(p, score) < FLOOR for each in drawn for p in each.points)
+        label += f" (cut at {FLOOR:g})" if cut else ""  # otherwise the plateau there looks measured
         axes.set(xlabel=f"t  (0: {names[0]}; 1: {names[1]})", ylabel=label, xlim=(0, 1))
         _scale(axes, np.concatenate([_over_t(measured, score)[1] for measured in profiles.values()]), score)
     plots.add_legend(figure)
@@ -130,7 +133,8 @@ def _contours(axes: Axes, x: Array, y: Array, values: Array, floor: float, ceili
     # An inset follows the height of the axes, which depends on the equal aspect.
     bar = axes.figure.colorbar(filled, cax=axes.inset_axes((1.03, 0, 0.045, 1)))
     ticks = _round_numbers(low, high)
-    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    lowest = "≤ " if finite.min() < low else ""  # the darkest colour then also covers all values below
+    bar.set_ticks(ticks, labels=[f"{lowest if tick == low else ''}{tick:g}" for tick in ticks])
     bar.ax.minorticks_off()
     axes.grid(False)
 

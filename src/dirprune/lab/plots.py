@@ -222,6 +222,8 @@ def trajectories(runs: Runs, quantities: Sequence[Quantity]) -> Figure:
     figure, every = panels(len(quantities))
     for axes, quantity in zip(every, quantities, strict=True):
         for index, (label, seeds) in zip(places(started), started.items(), strict=True):
+            if len(seeds) > 1:
+                label = f"{label}, mean ± std of {len(seeds)} runs"
             if seeds:
                 draw_spread(axes, [_curve(seed, quantity) for seed in seeds], label=label, index=index)
         axes.set_ylabel(quantity.label)

@@ -129,7 +129,7 @@ class Run:
             raise OSError(
                 error.errno,
                 f"epoch {record.epoch} was not recorded ({error.strerror}); what was saved before is intact. Make room "
-                "or repair the disk, then resume",
+                "or repair the disk, then continue; not written",
                 str(path),
             ) from error
 
