@@ -15,7 +15,7 @@ MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximiz
 """Options that say what a step computes."""
 _NUMBERS = {"lr": 0.1, "c": 5e-4, "mu": 0.51, "momentum": 0.9, "weight_decay": 5e-4}  # with an example value of each
 _ROUNDING = 1e-12
-"""How far below 0 rounding may leave a scheduler that ends at 0. The step accepts such a rate, so a state may hold it."""
+"""How far below 0 rounding may leave a scheduler that ends at 0; a state saved with such a rate must load."""
 
 
 def check_options(options: dict[str, Any]) -> None:
