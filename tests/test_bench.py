@@ -61,11 +61,21 @@ def test_a_clock_that_falls_is_not_taken_for_overhead() -> None:
 
 def test_the_time_of_a_step_is_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([10.0, 14.0])
-    monkeypatch.setattr(bench, "_now", lambda: next(ticks))
+    monkeypatch.setattr(bench, "_now", lambda device: next(ticks))
     trainer = object.__new__(bench._Trainer)
+    trainer.device = CPU
     trainer.tally = SimpleNamespace(reset=lambda: None)
     trainer.batches, trainer.step = [(0,)], lambda *batch: None
     assert trainer.steps(8) == 0.5
+
+
+def test_the_clock_waits_for_the_device_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    bench._now(CPU)
+    assert waited == []
+    bench._now(torch.device("cuda", 1))
+    assert waited == [torch.device("cuda", 1)]
 
 
 def test_the_floor_is_three_forward_passes_at_the_peak_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,7 @@ class _Trainer:
         self.scoring = make_scoring(self.model, self.model, self.execution, device)
         self.loaders = loaders
         self.batches = batches
+        self.device = device
         self._epoch = 0
         self.tally = Tally(len(loaders.train), device)
         example = self.batches[0][0]
@@ -94,20 +95,20 @@ class _Trainer:
     def steps(self, count: int) -> float:
         """Run ``count`` steps and return the seconds per step."""
         self.tally.reset()
-        start = _now()
+        start = _now(self.device)
         for i in range(count):
             self.step(*self.batches[i % len(self.batches)])
-        return (_now() - start) / count
+        return (_now(self.device) - start) / count
 
     def epoch(self) -> float:
         """Run an epoch as in training, with data, steps and evaluation, and return its seconds."""
         self.tally.reset()
-        start = _now()
+        start = _now(self.device)
         self._epoch += 1
         for batch in self.loaders.train.epoch(self._epoch):
             self.step(*batch)
         evaluate(self.model, self.loaders.test, scoring=self.scoring)
-        return _now() - start
+        return _now(self.device) - start
 
 
 def bench(
@@ -166,8 +167,8 @@ def _overhead(trainer: _Trainer, seconds: float = 10.0) -> float:
     """
     count = len(trainer.loaders.train)
     shares: list[float] = []
-    alone, start = count * trainer.steps(count), _now()
-    while len(shares) < 3 or (len(shares) < 15 and _now() - start < seconds):
+    alone, start = count * trainer.steps(count), time.perf_counter()
+    while len(shares) < 3 or (len(shares) < 15 and time.perf_counter() - start < seconds):
         whole, before = trainer.epoch(), alone
         alone = count * trainer.steps(count)
         shares.append(1 - (before + alone) / 2 / whole)
@@ -298,12 +299,13 @@ def _reset_peak(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     gc.collect()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
 
 
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _now(device: torch.device) -> float:
+    """Return the time at which the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()

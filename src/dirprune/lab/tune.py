@@ -70,9 +70,9 @@ def tune(
         device, root: where to train, and where the data are.
     """
     if epochs < 1 or epochs > recipe.epochs:
-        raise ValueError(f"epochs={epochs}: a trial of this recipe may have 1 to {recipe.epochs} epochs")
+        raise ValueError(f"--epochs {epochs} cannot be used; trials of this recipe have 1 to {recipe.epochs} epochs")
     if not tolerance >= 0:
-        raise ValueError(f"tolerance={tolerance}: give how many points of accuracy may be lost, ≥ 0")
+        raise ValueError(f"--tolerance {tolerance:g} cannot be used; give how many points of accuracy may be lost, ≥ 0")
     recipe = replace(recipe, validation=recipe.validation or VALIDATION)
     starts = [changed(recipe, optimizer="grda", c=C_START, mu=mu) for mu in mus]  # raises for a bad μ before training
     baseline = _last(replace(recipe, optimizer="sgd"), epochs, device, root)
