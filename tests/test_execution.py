@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from dirprune.lab.execution import (
     make_scoring,
     make_step,
 )
+from dirprune.lab.lean import Lean
 from dirprune.lab.models import wide_resnet
 from dirprune.lab.schedules import Schedule
 from dirprune.lab.train import EpochRecord, evaluate, recalibrate_batchnorm, train
@@ -184,6 +187,60 @@ def test_what_a_rehearsal_makes_is_put_back_too() -> None:
         assert torch.equal(optimizer.state[p]["accumulator"], before[name])
         assert float(optimizer.state[p]["step"]) == float(optimizer.state[p]["threshold"]) == 0
         assert not optimizer.state[p]["momentum_buffer"].any()
+
+
+def stand_in(model: nn.Module, optimizer: Optimizer) -> Callable[..., tuple[Any, object]]:
+    """Return a `record` that needs no GPU: what is recorded is undone, and a replay does it again."""
+
+    def recorded(work: Callable[[], object], *, rehearse: Callable[[], object], pool: Any) -> tuple[Any, object]:
+        for _ in range(3):
+            rehearse()
+        saved = _Saved(model, optimizer)
+        result = work()
+        saved.restore()
+        places = [(p, p.grad) for p in model.parameters()]
+
+        def replay() -> None:
+            work()
+            for p, place in places:  # a graph leaves its gradients where they were when it was recorded
+                assert place is not None
+                assert p.grad is not None
+                p.grad = place.copy_(p.grad)
+
+        return SimpleNamespace(replay=replay, pool=lambda: None), result
+
+    return recorded
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_steps_that_are_rehearsed_and_replayed_are_the_plain_ones(
+    momentum: float, lean: bool, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, with batches of two sizes: neither restoring nor rounding is taken for weights that others wrote."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
+    low, results = Execution(precision="bfloat16"), []
+    for replayed in (False, True):
+        model, tally = colour(), Tally(6, CPU)
+        optimizer = GRDA(model.parameters(), lr=0.05, c=0.02, mu=0.6, momentum=momentum, capturable=True)
+        plain = PlainStep(model, optimizer, tally, low)
+        if used:
+            plain(*colour_batch(8))
+        tally.reset()
+        step: PlainStep | CapturedStep = plain
+        with Lean(model, optimizer) if lean and replayed else nullcontext():
+            if replayed:
+                monkeypatch.setattr("dirprune.lab.execution.record", stand_in(model, optimizer))
+                step = CapturedStep(model, optimizer, tally, low)
+                step.prepare(colour_batch(8)[0], [8, 3])
+            for size in (8, 3, 8, 8, 3, 8):
+                step(*colour_batch(size))
+        state = {key: [optimizer.state[p][key] for p in model.parameters()] for key in ("accumulator", "threshold")}
+        results.append((tally.losses, dict(model.state_dict()), state))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert 0 < sparsity(model).fraction < 1
 
 
 if torch.cuda.is_available():
