@@ -8,10 +8,11 @@ from pathlib import Path
 
 import clusters
 import departures
+import next_steps
 import pytest
 from departures import CPU, trained
 
-from dirprune.lab import runs
+from dirprune.lab import recipes, runs
 from dirprune.lab.comparison import Row
 from dirprune.lab.experiment import conduct
 from dirprune.lab.recipes import Recipe
@@ -31,6 +32,20 @@ def test_a_run_in_memory_is_the_run_that_a_comparison_makes(departure: str, tmp_
     found = trained(recipe)[-1]
     same = ("epoch", "train_loss", "test_loss", "test_accuracy", "weight_sparsity")
     assert [getattr(found, name) for name in same] == [getattr(last, name) for name in same]
+
+
+@pytest.mark.parametrize("optimizer", ["grda", "sgd"])
+def test_single_steps_from_a_checkpoint_are_those_of_training(optimizer: str, tmp_path: Path) -> None:
+    recipe = replace(recipes.get("digits-modern"), optimizer=optimizer, epochs=3, batch_size=400)
+    run = runs.create(tmp_path / "run", recipe)
+    (first,) = conduct(run, device=CPU, stopping=lambda: True)
+    rows = list(next_steps.measured(run, steps=99, examples=TEST_IMAGES, root=None, device=CPU))
+    second, _ = conduct(run, device=CPU)
+    assert [row.step for row in rows] == [0, 1, 2, 3, 4]  # an epoch of 1,438 images
+    assert {row.examples for row in rows} == {TEST_IMAGES}
+    assert rows[0].test_loss == pytest.approx(first.test_loss, rel=1e-6)
+    assert rows[-1].test_loss == pytest.approx(second.test_loss, rel=1e-6)
+    assert rows[1].test_loss != pytest.approx(rows[-1].test_loss, rel=1e-3)
 
 
 def test_what_is_held_out_is_not_what_is_told() -> None:
