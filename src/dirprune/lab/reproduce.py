@@ -216,10 +216,13 @@ def around(cell: Cell, runs: Iterable[Trajectory], *, reach: int = 10) -> tuple[
     """
     given = cell.published
     band = published.bands(given.setting.experiment)[given.setting, given.metric]
-    near = {epoch for epoch in band.epochs if 0 < abs(epoch - given.epoch) <= reach}
-    ours = [value(epoch, given.metric) for run in runs for epoch in run.epochs if epoch.epoch in near]
-    theirs = [mean for epoch, mean in zip(band.epochs, band.mean, strict=True) if epoch in near]
-    return (statistics.fmean(ours), statistics.fmean(theirs)) if ours else None
+    means = dict(zip(band.epochs, band.mean, strict=True))
+    near = {epoch for epoch in means if 0 < abs(epoch - given.epoch) <= reach}
+    ours = [epoch for run in runs for epoch in run.epochs if epoch.epoch in near]
+    if not ours:
+        return None
+    theirs = (means[epoch] for epoch in {epoch.epoch for epoch in ours})
+    return statistics.fmean(value(epoch, given.metric) for epoch in ours), statistics.fmean(theirs)
 
 
 def missing(cells: Iterable[Cell]) -> list[str]:
