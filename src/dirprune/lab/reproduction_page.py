@@ -66,7 +66,12 @@ CAVEATS = """\
    289). Their stds then leave out one source of chance, and a run on other minibatches may lie further off.
 7. **Wall time and memory** were measured with other c and μ, and for ResNet50 on two GPUs (memory: the first one).
 8. **Single epochs can be outliers** at the high learning rate: in the authors' ten SGD runs of VGG16, 30 of the 1,700
-   test accuracies of epochs 80 to 249 lie more than 1.2 points below the mean of the 20 epochs around them."""
+   test accuracies of epochs 80 to 249 lie more than 1.2 points below the mean of the 20 epochs around them.
+9. **Early test accuracies of WRN28x10 depend on the very step after which they are measured**, because BatchNorm's
+   running statistics lag behind the weights. Ours of epoch 2 (μ = .55, CIFAR-10: 46.3%, the authors' 61.6 ± 3.0) is
+   such a moment: after each of the next 16 steps, the first 1,000 test images give 63.5 ± 5.0%, from 52.8 to 70.3
+   (`python benchmarks/next_steps.py`, `results/next-steps.csv`). Train loss, train accuracy and sparsity of that epoch
+   agree with the authors'."""
 
 
 def write_page(results: Path, docs: Path) -> Path:
