@@ -536,7 +536,9 @@ def test_what_a_fit_cannot_use_is_refused_with_the_remedy() -> None:
 def test_a_state_dict_is_not_weights() -> None:
     states = [normalised(seed).state_dict() for seed in range(3)]
     for build, name in ((lambda: BezierCurve(states[0], states[1]), "start"), (lambda: Plane(*states), "w0")):
-        with pytest.raises(ValueError, match=rf"'1\.num_batches_tracked' in {name} is torch\.int64, not a weight; .*take\(model\)"):
+        with pytest.raises(
+            ValueError, match=rf"'1\.num_batches_tracked' in {name} is torch\.int64, not a weight; .*take\(model\)"
+        ):
             build()
     model, loaders = nn.Sequential(Growing(), nn.Linear(4, 2)), loaders_of(points_of(20, size=20))
     curve = BezierCurve(model.state_dict(), model.state_dict())
