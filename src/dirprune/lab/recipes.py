@@ -19,6 +19,16 @@ OPTIMIZERS = ("grda", "sgd")
 PLAIN = Execution(channels_last=True)  # the fastest format for convolutions on a CPU, too
 FAST = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True, lean=True)
 
+MODERN: dict[str, Any] = {
+    "mu": 0.8,
+    "momentum": 0.9,
+    "nesterov": True,
+    "weight_decay": 5e-4,
+    "exempt": ("bias", "norm"),
+    "schedule": Schedule("cosine", warmup=1),
+}
+"""Training beyond the paper's recipe: momentum, weight decay, and a cosine after an epoch of warm-up."""
+
 FREE_TO_CHANGE = {"about", "keep", "published", "cpu", "cuda"}
 """Fields that may change between sessions of a run: how it is executed, and fields that do not affect the results."""
 
@@ -297,13 +307,8 @@ def resnet18_cifar10() -> Recipe:
         model="resnet18",
         epochs=60,
         c=8e-5,
-        mu=0.8,
-        momentum=0.9,
-        nesterov=True,
-        weight_decay=5e-4,
-        exempt=("bias", "norm"),
-        schedule=Schedule("cosine", warmup=1),
         statistics="cifar",
+        **MODERN,
     )
 
 
@@ -391,12 +396,7 @@ def digits_modern() -> Recipe:
         about="the digits network the modern way: momentum, weight decay, cosine",
         lr=0.05,
         c=2e-3,
-        mu=0.8,
-        momentum=0.9,
-        nesterov=True,
-        weight_decay=5e-4,
-        exempt=("bias", "norm"),
-        schedule=Schedule("cosine", warmup=1),
+        **MODERN,
     )
 
 
