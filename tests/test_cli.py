@@ -679,6 +679,17 @@ def test_a_bar_that_restarts_keeps_its_unit_until_it_is_given_another(
     ]
 
 
+def test_lines_tell_the_sixteenths_of_a_long_epoch_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "QUIET", 0.0)
+    with console.bar("long", total=200, unit="epochs") as advance:
+        for _ in range(3):
+            advance(1 / follow.TICKS)
+    told = capsys.readouterr().err.splitlines()
+    assert told == ["long: 0.06/200 epochs", "long: 0.12/200 epochs", "long: 0.19/200 epochs"]
+
+
 def test_a_dumb_terminal_hears_lines_because_it_shows_no_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

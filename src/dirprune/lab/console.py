@@ -347,7 +347,7 @@ def bar(description: str, total: float | None, *, unit: str = "") -> Iterator[Ca
 def _line(task: Task) -> str:
     """Return the state of a bar as text: "epoch 5: 12/300 products, residual 1.9e-04"."""
     numbers = [task.completed] if task.total is None else [task.completed, task.total]
-    counted = f"{'/'.join(f'{round(number, 1):.10g}' for number in numbers)} {task.fields['unit']}".rstrip()
+    counted = f"{'/'.join(f'{round(number, 2):.10g}' for number in numbers)} {task.fields['unit']}".rstrip()
     return f"{task.description}: {', '.join(filter(None, (counted, task.fields['note'])))}"
 
 
