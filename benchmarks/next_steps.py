@@ -2,9 +2,9 @@
 
     python benchmarks/next_steps.py RUN [--steps 16] [--examples 1000] [--data DIR] [--out results/next-steps.csv]
 
-Continues a run of gRDA or SGD from its newest checkpoint, step by step as training would, and measures the first test
-examples after each step. The run itself is not changed. At a high learning rate BatchNorm's running statistics lag
-behind the weights, and the accuracy at the end of an epoch is that of one such moment.
+Continues a run of gRDA or SGD from its newest checkpoint, on the minibatches that training would take next, and
+measures the first test examples after each step. The run itself is not changed. At a high learning rate BatchNorm's
+running statistics lag behind the weights, and the accuracy at the end of an epoch is that of one such moment.
 """
 
 import argparse
@@ -87,13 +87,18 @@ def main() -> None:
     device = torch.device("cuda") if torch.cuda.is_available() else CPU
     root = arguments.data or run.last_root()
     rows: list[Row] = []
-    for row in measured(run, steps=arguments.steps, examples=arguments.examples, root=root, device=device):
-        rows.append(row)
-        print(f"step {row.step:3}  test accuracy {row.test_accuracy:6.2f}%  test loss {row.test_loss:.3f}", flush=True)
-    after = [row.test_accuracy for row in rows[1:]]
-    print(f"after a step: {statistics.mean(after):.2f} ± {statistics.stdev(after):.2f}, {min(after)} to {max(after)}")
+    with run.recipe.execution(device.type).threading():
+        for row in measured(run, steps=arguments.steps, examples=arguments.examples, root=root, device=device):
+            rows.append(row)
+            print(
+                f"step {row.step:3}  test accuracy {row.test_accuracy:6.2f}%  test loss {row.test_loss:.3f}", flush=True
+            )
     if arguments.out:
-        merge_rows(arguments.out, Row, rows, key=("run", "epoch", "step", "hardware"))
+        merge_rows(arguments.out, Row, rows, key=("run", "epoch", "step", "examples", "hardware"))
+    after = [row.test_accuracy for row in rows[1:]]
+    if len(after) > 1:
+        spread = f"{statistics.mean(after):.2f} ± {statistics.stdev(after):.2f}"
+        print(f"after a step: {spread}, {min(after):.2f} to {max(after):.2f}")
 
 
 if __name__ == "__main__":

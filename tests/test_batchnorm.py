@@ -47,6 +47,34 @@ def test_what_fails_leaves_everything_as_it_was() -> None:
         assert (norm.momentum, norm.training, norm.num_batches_tracked) == (None, False, 7)
 
 
+class Rebinding(nn.BatchNorm1d):
+    """Counts batches as torch once did, in a new tensor each time."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.num_batches_tracked = self.num_batches_tracked + 1
+        return nn.functional.batch_norm(
+            inputs, self.running_mean, self.running_var, training=self.training, momentum=self.momentum
+        )
+
+
+class Uncounted(nn.BatchNorm1d):
+    """Counts no batches."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.batch_norm(
+            inputs, self.running_mean, self.running_var, training=self.training, momentum=self.momentum
+        )
+
+
+@pytest.mark.parametrize("kind", [Rebinding, Uncounted])
+def test_statistics_do_not_depend_on_how_a_layer_counts_its_batches(kind: type[nn.BatchNorm1d]) -> None:
+    norm, plain = kind(3), nn.BatchNorm1d(3)
+    for each in (norm, plain):
+        estimate_statistics([each], batches(4, 7), lambda inputs, _, each=each: each(inputs))
+    torch.testing.assert_close((norm.running_mean, norm.running_var), (plain.running_mean, plain.running_var))
+    assert not torch.equal(norm.running_mean, torch.zeros(3))
+
+
 def test_a_layer_that_no_pass_uses_keeps_its_statistics() -> None:
     used, idle = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     idle(torch.randn(8, 3, generator=torch.Generator().manual_seed(1)))

@@ -201,11 +201,13 @@ def stand_in(model: nn.Module, optimizer: Optimizer) -> Callable[..., tuple[Any,
         places = [(p, p.grad) for p in model.parameters()]
 
         def replay() -> None:
+            before = [p.grad for p in model.parameters()]
             work()
-            for p, place in places:  # a graph leaves its gradients where they were when it was recorded
+            for (p, place), own in zip(places, before, strict=True):
                 assert place is not None
                 assert p.grad is not None
-                p.grad = place.copy_(p.grad)
+                place.copy_(p.grad)  # a graph writes its gradients where they were when it was recorded,
+                p.grad = own  # and sets no attribute
 
         return SimpleNamespace(replay=replay, pool=lambda: None), result
 
@@ -235,10 +237,16 @@ def test_steps_that_are_rehearsed_and_replayed_are_the_plain_ones(
                 monkeypatch.setattr("dirprune.lab.execution.record", stand_in(model, optimizer))
                 step = CapturedStep(model, optimizer, tally, low)
                 step.prepare(colour_batch(8)[0], [8, 3])
+                starts = [(optimizer.state[p]["accumulator"], p.detach()) for p in model.parameters()]
+                assert used or lean or all(torch.equal(*start) for start in starts)  # not left to the first step
+            gradients = []
             for size in (8, 3, 8, 8, 3, 8):
                 step(*colour_batch(size))
+                gradients.append(
+                    [p.grad.to(torch.float32, copy=True) for p in model.parameters() if p.grad is not None]
+                )
         state = {key: [optimizer.state[p][key] for p in model.parameters()] for key in ("accumulator", "threshold")}
-        results.append((tally.losses, dict(model.state_dict()), state))
+        results.append((tally.losses, dict(model.state_dict()), state, gradients))
     torch.testing.assert_close(*results, rtol=0, atol=0)
     assert 0 < sparsity(model).fraction < 1
 

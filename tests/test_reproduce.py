@@ -341,6 +341,21 @@ def test_epochs_around_a_cell_count_only_if_both_have_them(tmp_path: Path) -> No
     assert near == pytest.approx((5.0, their_mean(MU6, "sparsity", 2)))
 
 
+def test_runs_of_unequal_length_on_the_authors_curve_deviate_nowhere(tmp_path: Path) -> None:
+    lengths = {1: 3, 2: 5}
+    for seed, length in lengths.items():
+        lines = [record(epoch, sparsity=their_mean(MU6, "sparsity", epoch) / 100) for epoch in range(1, length + 1)]
+        ledger.collect([make_run(tmp_path / str(seed), replace(VGG, seed=seed), lines)], tmp_path / "results")
+    ours, theirs = reproduce.around(
+        our_cell(tmp_path / "results", MU6, "sparsity", 1), ledger.read(tmp_path / "results")
+    )
+    assert ours == pytest.approx(theirs)
+
+
+def test_the_pace_of_a_run_is_readable() -> None:
+    assert [reproduction_page._pace(seconds) for seconds in (0.5412, 99.4, 2941.3)] == ["0.541", "99.4", "2,941"]
+
+
 # The page
 
 

@@ -216,6 +216,7 @@ def test_the_command_at_a_terminal_shows_every_trial(tuned: list[str], monkeypat
     rows = [[word.strip() for word in line.split("│")] for line in lines if "│" in line]
     assert [row[:3] for row in rows] == [["SGD", "", ""], ["gRDA", "0.0001", "0.6"], ["gRDA", "0.0002", "0.6"]]
     assert "Chosen: c=0.0002, mu=0.6" in result.stderr
+    assert "\n    dirprune train digits-short --c 0.0002 --mu 0.6" in result.stderr
 
 
 def test_a_slip_in_a_users_network_is_told_in_one_line(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

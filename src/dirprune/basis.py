@@ -49,7 +49,7 @@ def unit_of(vectors: Tensor) -> float:
     >>> unit_of(torch.tensor([3e-30, -5e-30])), unit_of(torch.zeros(2))
     (3.1554436208840472e-30, 1.0)
     """
-    greatest = float(vectors.abs().max())
+    greatest = float(vectors.abs().max()) if vectors.numel() else 0.0
     return 2.0 ** (math.frexp(greatest)[1] - 1) if 0 < greatest < math.inf else 1.0
 
 

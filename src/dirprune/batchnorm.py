@@ -73,10 +73,13 @@ def estimate_statistics(
                 "batches holds no examples, or only one per batch, so there is nothing to estimate statistics from; "
                 "give larger batches"
             )
-        unused = [counter == 0 for counter in counters for _ in ("mean", "variance")]
-        means = torch._foreach_div(sums, seen)
-        result = [torch.where(*each) for each in zip(unused, result, means, strict=True)]
-        counted = [torch.where(counter == 0, old, counter) for counter, old in zip(counters, counted, strict=True)]
+        # Judged by what the reset left, not by the counters, which a subclass need not keep.
+        means, variances = statistics[::2], statistics[1::2]
+        unused = [((m == 0) & (v == 1)).all() for m, v in zip(means, variances, strict=True)]
+        twice = [each for each in unused for _ in ("mean", "variance")]
+        averages = torch._foreach_div(sums, seen)
+        result = [torch.where(*each) for each in zip(twice, result, averages, strict=True)]
+        counted = [torch.where(*each) for each in zip(unused, counted, counters, strict=True)]
     finally:
         torch._foreach_copy_(statistics + counters, result + counted)
         for norm, momentum, mode in before:

@@ -22,7 +22,9 @@ Which = Literal["largest", "magnitude"]
 
 @dataclass(frozen=True)
 class Eigenpairs:
-    """Eigenvalues [k], eigenvectors as columns [d, k], true residuals ‖Hv − λv‖ [k], and the number of products made.
+    """Eigenvalues [k], eigenvectors as columns [d, k], true residuals ‖Hv − λv‖ [k], and the number of iterations.
+
+    ``iterations`` counts the products of Lanczos, without the k products for the residuals.
 
     ``names`` are the names of the parameters, in the order of the eigenvectors' rows, if the operator has names.
     """
@@ -51,7 +53,9 @@ class LanczosStep:
     which: Which
 
     def pairs(self, op: SymmetricOperator | Tensor) -> Eigenpairs:
-        """Return the best eigenpairs of ``op`` in the span found so far, with true residuals; this takes k products.
+        """Return the best eigenpairs of ``op`` in the span of the wanted Ritz vectors, with true residuals.
+
+        This takes k products.
 
         ``op`` may be the operator in a higher precision: a lower one does not show its own error.
         """
@@ -137,8 +141,9 @@ def lanczos_steps(
 def least_products(k: int) -> int:
     """Return the minimum number of products before Lanczos may stop.
 
-    The first products show several eigenvalues within the tolerance as one. This many show up to five that are 1e-4 of
-    the largest or more apart; `benchmarks/clusters.py` counts the cases that are still missed.
+    The first products show several eigenvalues within the tolerance as one. For k up to 10, this many show up to five
+    that are 1e-4 of the largest or more apart; for k = 20, some are missed at the edge of a dense bulk
+    (`benchmarks/clusters.py`).
     """
     return 2 * k + 20
 

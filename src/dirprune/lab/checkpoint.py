@@ -33,7 +33,7 @@ class CheckpointWarning(UserWarning):
 
 
 def save(folder: Path, epoch: int, state: State) -> Path:
-    """Write ``state`` as the checkpoint of ``epoch``, atomically.
+    """Write ``state`` as the checkpoint of ``epoch``, completely or not at all.
 
     If writing fails (e.g. on a full disk), earlier checkpoints are untouched and no partial file is left. Saving an
     epoch again replaces it; a crash between the two renames then loses this epoch, but no other.

@@ -202,7 +202,7 @@ def _read_digits() -> _Resident:
     bunch = load_digits()
     images, targets = torch.from_numpy(bunch.images).to(torch.uint8).unsqueeze(1), torch.from_numpy(bunch.target).long()
     train, test = stratified_split(targets, 0.2)
-    # No augmentation: at 8 × 8 a shift cuts off strokes, and a mirrored digit is no longer a digit.
+    # No augmentation: at 8 × 8 a shift cuts off strokes, and most digits do not survive mirroring.
     return _Resident((images[train], targets[train]), (images[test], targets[test]), 10, DIGITS_STATISTICS, None)
 
 

@@ -75,7 +75,7 @@ class Trajectory:
 
 
 def departures(recipe: Recipe, free: Container[str] = CHOICES) -> str:
-    """Return where a recipe departs from the registered one of its name, except in fields that are ``free``.
+    """Return where a recipe departs from the registered one of its name, except in ``free`` fields; "" if nowhere.
 
     >>> from dataclasses import replace
     >>> departures(replace(recipes.get("vgg16-cifar10"), mu=0.7, seed=3))

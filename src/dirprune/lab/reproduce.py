@@ -221,7 +221,7 @@ def around(cell: Cell, runs: Iterable[Trajectory], *, reach: int = 10) -> tuple[
     ours = [epoch for run in runs for epoch in run.epochs if epoch.epoch in near]
     if not ours:
         return None
-    theirs = (means[epoch] for epoch in {epoch.epoch for epoch in ours})
+    theirs = (means[epoch.epoch] for epoch in ours)  # an epoch counts as often as ours
     return statistics.fmean(value(epoch, given.metric) for epoch in ours), statistics.fmean(theirs)
 
 

@@ -1,4 +1,4 @@
-"""The reward for methods that search (AMC): the loss on data that are not trained on."""
+"""The reward for methods that search (AMC): minus the loss on held-out images, or on those of an extra epoch."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Subject:
 def subject(recipe: Recipe, lanczos: Lanczos, *, device: torch.device, root: Path | None = None) -> Subject:
     """Build the recipe's network and the Hessian of its loss on its training data.
 
-    Tensor cores are faster with channels_last, plain float32 convolutions with the default format.
+    On a GPU, tensor cores are faster with channels_last, plain float32 convolutions with the default format.
     """
     execution = Execution(channels_last=device.type == "cuda" and lanczos.precision != "float32")
     plain = replace(recipe, batch_size=lanczos.batch_size, augment=False, cpu=execution, cuda=execution)

@@ -154,7 +154,9 @@ def evaluate(
     execution: Execution | None = None,
     process: Process | None = None,
 ) -> Score:
-    """Return the loss and accuracy over all examples of the loader, in eval mode; the model's mode is restored.
+    """Return the loss and accuracy over all examples of the loader's plain pass, in eval mode.
+
+    A plain pass has no augmentation. The model's mode is restored.
 
     ``scoring`` scores this model's batches, e.g. compiled and captured. By default the plain model runs under
     ``execution``.
