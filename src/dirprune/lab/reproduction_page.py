@@ -63,7 +63,8 @@ CAVEATS = """\
    seen the same minibatches: the test accuracies of all 50 runs on a data set rise and fall together. The mean
    correlation between two runs is .24 on CIFAR-10 and .18 on CIFAR-100 (deviations from the median of the six epochs
    around, epochs 20 to 94; .04 and .02 if one of the runs is shifted by nine epochs, and .01 for VGG16, epochs 60 to
-   289). Their stds then leave out one source of chance, and a run on other minibatches may lie further off.
+   289; noted at b621009 from the authors' logs). Their stds then leave out one source of chance, and a run on other
+   minibatches may lie further off.
 7. **Wall time and memory** were measured with other c and μ, and for ResNet50 on two GPUs (memory: the first one).
 8. **Single epochs can be outliers** at the high learning rate: in the authors' ten SGD runs of VGG16, 30 of the 1,700
    test accuracies of epochs 80 to 249 lie more than 1.2 points below the mean of the 20 epochs around them.
