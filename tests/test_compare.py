@@ -643,6 +643,15 @@ def command(*words: object) -> list[object]:
     return ["compare", "digits-short", "--model", SHORT.model, "--epochs", 2, "--device", "cpu", *words]
 
 
+def test_the_precision_is_that_of_every_run(tmp_path: Path) -> None:
+    call(*command("--methods", "sgd", "--epochs", 1, "--precision", "bfloat16", "--out", tmp_path / "half"))
+    call(*command("--methods", "sgd", "--epochs", 1, "--out", tmp_path / "full"))
+    run, other = (runs.load(tmp_path / name / "runs" / "sgd-s0") for name in ("half", "full"))
+    assert run.recipe.cpu.precision == run.recipe.cuda.precision == "bfloat16"
+    assert run.records()[0].train_loss == pytest.approx(other.records()[0].train_loss, rel=0.05)
+    assert run.records()[0].train_loss != other.records()[0].train_loss
+
+
 def test_the_command_trains_tells_and_goes_on(tmp_path: Path) -> None:
     words = command("--methods", "sgd,rigl", "--sparsity", "0.5,0.8", "--seeds", 2, "--out", tmp_path / "out")
     stopped = call(*words, "--minutes", 1e-9)

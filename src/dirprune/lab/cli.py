@@ -24,6 +24,7 @@ from dirprune.lab.console import (
     MinutesOption,
     ModelOption,
     RunDataOption,
+    StepPrecisionOption,
     clear_errors,
     emit,
     integers,
@@ -48,11 +49,6 @@ app = typer.Typer(
 class OptimizerName(str, Enum):
     grda = "grda"
     sgd = "sgd"
-
-
-class Precision(str, Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 class DownloadName(str, Enum):
@@ -146,7 +142,7 @@ def train(
         typer.Option(help="Hold out this fraction of the training set and report on it instead of the test set."),
     ] = None,
     keep: KeepOption = None,
-    precision: Annotated[Precision | None, typer.Option(help="Precision of the forward and backward pass.")] = None,
+    precision: StepPrecisionOption = None,
     compile: Annotated[  # noqa: A002
         bool | None, typer.Option("--compile/--no-compile", help="torch.compile the network.")
     ] = None,

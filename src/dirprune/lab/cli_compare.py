@@ -15,6 +15,7 @@ from dirprune.lab.console import (
     Interruption,
     MinutesOption,
     ModelOption,
+    StepPrecisionOption,
     clear_errors,
     emit,
     is_terminal,
@@ -49,6 +50,7 @@ def compare(
     epochs: Annotated[int | None, typer.Option(help="Length of every run.", show_default="the recipe's")] = None,
     lr: Annotated[float | None, typer.Option(help="Base learning rate.", show_default="the recipe's")] = None,
     model: ModelOption = None,
+    precision: StepPrecisionOption = None,
     minutes: MinutesOption = None,
     train: Annotated[
         bool,
@@ -76,7 +78,7 @@ def compare(
             if recipe is None:
                 raise ValueError("RECIPE is missing; take one of `dirprune recipes`, or give --no-train or --published")
             names = trials.DEFAULT if methods is None else methods.replace(",", " ").split()
-            changes = {"epochs": epochs, "lr": lr, "model": model}
+            changes = {"epochs": epochs, "lr": lr, "model": model, "precision": precision and precision.value}
             given = trials.read_sweeps(sweep or [])
             plan = _plan(recipe, changes, data, methods=names, sparsities=asked, seeds=seeds)
             _train(plan, given, asked, out, device, data, interruption)

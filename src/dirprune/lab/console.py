@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -242,6 +243,19 @@ RunDataOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest available.")]
 ModelOption = Annotated[str | None, typer.Option(help="Another network, or your own as package.module:name.")]
+
+
+class Precision(str, Enum):
+    """Precisions of a training step."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+StepPrecisionOption = Annotated[
+    Precision | None,
+    typer.Option("--precision", help="Precision of the forward and backward pass.", show_default="by recipe"),
+]
 KeepOption = Annotated[str | None, typer.Option(help="Epochs whose checkpoints are kept, e.g. 0,10,100.")]
 MinutesOption = Annotated[
     float | None, typer.Option(help="Save and stop after this many minutes.", show_default="no limit")
