@@ -417,6 +417,25 @@ def test_the_ranking_tells_what_pruning_costs_against_dense_training_of_the_same
     assert "95% confidence" not in " ".join(comparison.notes(rows[1:2]))  # of a pruned network alone
 
 
+def test_times_of_different_devices_are_not_averaged() -> None:
+    planned = trials_of(sparsities=(0.5, 0.8), sweeps={"str": [0.1, 0.2]}, methods=["sgd", "rigl", "str"])
+    costs = {"sgd": ("GPU", 2.0), "rigl": ("GPU", 4.0), "str": ("CPU", 900.0)}
+    rows = [
+        ended(trial, trial.value or 0.0, device=costs[name][0], seconds=costs[name][1])
+        for trial in planned
+        for name in [trial.contestant.name]
+    ]
+    rows[-1] = replace(rows[-1], row=replace(rows[-1].row, device="GPU", seconds=6.0))
+    seconds = {row.method: row.seconds for row in comparison.ranking(rows, [0.5])}
+    assert seconds == {"sgd": 2.0, "rigl": 4.0, "str": 6.0}
+    assert "Times and memory are those of runs on GPU; without 1 on CPU." in comparison.notes(rows)
+    rows[-1] = replace(rows[-1], row=replace(rows[-1].row, device="CPU"))
+    unknown = next(row for row in comparison.ranking(rows, [0.5]) if row.method == "str")
+    assert math.isnan(unknown.seconds)
+    assert unknown.cells()[-2:] == (console.NOTHING, console.NOTHING)
+    assert not any("Times" in line for line in comparison.notes(rows[:1]))
+
+
 # ---- how they are run
 
 

@@ -13,6 +13,7 @@ runs whose folders are gone, so with these tables alone a comparison can continu
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,8 +141,8 @@ class RankRow:
     """A method at a requested sparsity, over its seeds; see `dirprune.lab.ranking.Standing`.
 
     ``gap`` is the difference from dense training with the same seeds, in points, and ``gap_margin`` half the length of
-    its 95% confidence interval; unknown values are NaN. Costs are means over all runs of the method. Dense training
-    comes first, with sparsity 0 and rank 0.
+    its 95% confidence interval; unknown values are NaN. Costs are means over the method's runs on the device that most
+    runs of the comparison had. Dense training comes first, with sparsity 0 and rank 0.
     """
 
     asked_sparsity: float
@@ -166,7 +167,7 @@ class RankRow:
             _spread(self.test_accuracy, self.test_accuracy_std).text(2),
             "" if math.isnan(self.gap) else _spread(self.gap, self.gap_margin).text(2, signed=True),
             str(self.seeds),
-            duration(self.seconds),
+            NOTHING if math.isnan(self.seconds) else duration(self.seconds),
             NOTHING if math.isnan(self.peak_memory_mib) else f"{self.peak_memory_mib:.0f}",
         )
 
@@ -237,16 +238,17 @@ def write(found: Sequence[Ended], out: Path, sparsities: Sequence[float]) -> lis
 def ranking(found: Iterable[Ended], sparsities: Iterable[float]) -> list[RankRow]:
     """Return dense training, then the methods ranked at every sparsity; runs that diverged are left out."""
     whole = [each for each in found if not each.row.diverged]
+    timed = [each.row for each in whole if each.row.device == _usual_device(whole)]
     dense = [each.row for each in whole if each.row.is_dense]
     rows = []
     if dense:
-        accuracy = _both(Spread.of([row.test_accuracy for row in dense]))
-        rows.append(RankRow(0.0, 0, "sgd", 0.0, *accuracy, math.nan, math.nan, len(dense), "dense", *_costs(dense)))
+        numbers = (0.0, *_both(Spread.of([row.test_accuracy for row in dense])), math.nan, math.nan)
+        rows.append(RankRow(0.0, 0, "sgd", *numbers, len(dense), "dense", *_costs(timed, "sgd")))
     by_seed = {row.seed: row.test_accuracy for row in dense}
     for place in rank([each.row.point for each in whole if not each.row.is_dense], sparsities):
-        costs = _costs([each.row for each in whole if each.row.method == place.method])
         numbers = (place.sparsity, *_both(place.accuracy), *paired_gap(place.accuracies, by_seed))
-        rows.append(RankRow(place.asked, place.rank, place.method, *numbers, place.seeds, place.source, *costs))
+        told = (place.seeds, place.source, *_costs(timed, place.method))
+        rows.append(RankRow(place.asked, place.rank, place.method, *numbers, *told))
     return rows
 
 
@@ -295,6 +297,10 @@ def notes(found: Sequence[Ended]) -> list[str]:
         )
     if all(math.isnan(each.row.peak_memory_mib) for each in found):
         lines.append("Memory is reported on GPUs only: a process's memory on a CPU says little about a single run.")
+    usual = _usual_device(found)
+    if others := sorted({each.row.device for each in found} - {usual}):
+        count = sum(each.row.device != usual for each in found)
+        lines.append(f"Times and memory are those of runs on {usual}; without {count} on {', '.join(others)}.")
     if len({each.row.seed for each in found}) == 1:
         lines.append("There is only one seed: a few tenths of a point may be chance; --seeds 3 shows how much.")
     return [*lines, *(f"{each.row.run} diverged: {each.row.diverged}" for each in found if each.row.diverged)]
@@ -308,10 +314,20 @@ def _both(spread: Spread) -> tuple[float, float]:
     return spread.mean, _number(spread.std)
 
 
-def _costs(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the mean time of the runs, and the mean memory of those whose memory is known."""
-    known = [row.peak_memory_mib for row in rows if not math.isnan(row.peak_memory_mib)]
-    return Spread.of([row.seconds for row in rows]).mean, Spread.of(known).mean if known else math.nan
+def _usual_device(found: Sequence[Ended]) -> str:
+    """Return the device that most runs had; "" if there are no runs."""
+    return max(Counter(each.row.device for each in found).items(), key=lambda item: item[1], default=("", 0))[0]
+
+
+def _costs(rows: Sequence[Row], method: str) -> tuple[float, float]:
+    """Return the mean time of a method's runs among the rows, and the mean memory of those whose memory is known."""
+    seconds = [row.seconds for row in rows if row.method == method]
+    memory = [row.peak_memory_mib for row in rows if row.method == method and not math.isnan(row.peak_memory_mib)]
+    return _mean(seconds), _mean(memory)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return Spread.of(values).mean if values else math.nan
 
 
 def _number(value: float | None) -> float:
