@@ -77,17 +77,18 @@ def test_a_departure_is_held_against_dense_training_on_the_same_images(capsys: p
     assert "+2.00 ± 6.35" in at_90  # which was −2 and −1: a change of 2.5 and 1.5
 
 
-def test_a_cluster_is_missed_without_a_least_number_of_products_and_found_with_ours() -> None:
-    case = clusters.Case(k=6, members=4, gap=1e-4)
+@pytest.mark.parametrize("gap", [1e-4, 0.0])
+def test_a_cluster_is_missed_without_a_check_and_found_with_ours(gap: float) -> None:
+    case = clusters.Case(k=6, members=5, gap=gap)
     spectrum = clusters.spectrum(case, "uniform")
-    assert spectrum[:6].tolist() == pytest.approx([20, 10.0003, 10.0002, 10.0001, 10, 8])
+    assert spectrum[:7].tolist() == pytest.approx([20, *(10 + gap * i for i in (4, 3, 2, 1, 0)), 8])
     assert (len(spectrum), float(spectrum[-1])) == (300, -40)
     found = {rule: (missed, products) for rule, missed, products in clusters.attempts(case, "uniform", 1e-2, seed=0)}
     assert found.keys() == clusters.RULES.keys()
-    assert found["none"][0]
-    missed, products = found["2k + 20"]
+    assert found["k + 20, 1"][0]
+    missed, products = found["k + 20, 8"]
     assert not missed
-    assert products >= 32
+    assert products >= 6 + 20 + 8
 
 
 def test_the_departures_are_those_that_their_names_say() -> None:

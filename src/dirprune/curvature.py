@@ -234,8 +234,9 @@ def top_eigenpairs(
 
         H v_i = λ_i v_i,    ‖H v_i − λ_i v_i‖ ≤ tolerance · max|λ|
 
-    Like every method that starts from one vector, it may find an eigenvalue that is repeated, or nearly so, fewer times
-    than it occurs. At least 2k + 20 products are made to prevent that. To follow a long run, iterate `lanczos_steps`.
+    One starting vector shows an eigenvalue that is repeated, or nearly so, only once. When k + 1 pairs have converged,
+    the search therefore continues from a random vector, until eight products show nothing new. To follow a long run,
+    iterate `lanczos_steps`.
 
     Args:
         op: a `HessianOperator`, a symmetric matrix, or anything with size, dtype, device and @.

@@ -95,57 +95,125 @@ def lanczos_steps(
     size = min(op.size, 3 * k + 20 if basis_size is None else basis_size)
     _check_request(op, k, which, size, tolerance, max_iterations)
     generator = torch.Generator(op.device).manual_seed(seed)
-    # Rows are basis vectors. The operator projected onto them is small, and kept in float64 on the host.
-    basis = torch.zeros(size, op.size, dtype=op.dtype, device=op.device)
-    projected = torch.zeros(size, size, dtype=torch.float64)
-    basis[0] = fresh(basis[:0], generator)
-    count, scale, unit, alone = 0, 0.0, 0.0, True
+    space, check = _Space(size, op), _Check()
+    space.rows[0] = fresh(space.rows[:0], generator)
+    scale, unit, alone = 0.0, 0.0, True
     for iteration in range(1, max_iterations + 1):
-        product = op @ basis[count]
+        product = op @ space.rows[space.count]
         unit = unit or unit_of(product)  # from here on, the operator is divided by it
-        new, overlaps = orthogonalise(product / unit, basis[: count + 1])
-        column, rest = overlaps.cpu(), length(new)
+        new, own = space.absorb(product / unit)
+        check.products += 1
+        rest, count = length(new), space.count
         if not math.isfinite(rest):
             raise ValueError(f"product {iteration} of op is not finite; check the weights and the loss")
-        projected[count, : count + 1] = projected[: count + 1, count] = column
-        count += 1
-        values, vectors = _ritz(projected[:count, :count], which)
+        values, vectors = _ritz(space.projected[:count, :count], which)
         scale = max(scale, float(values.abs().max()))
         # Below this the rest is round-off: the basis spans an invariant space, which only a new vector can leave.
         closed = rest <= 100 * torch.finfo(op.dtype).eps * scale or count == op.size
-        bounds = (0.0 if closed else rest) * vectors[-1].abs()
+        rest = 0.0 if closed else rest
+        bounds, goal = space.residuals(vectors, rest), tolerance * scale
 
         # A random vector whose product adds no new direction is an eigenvector. It had a component in every remaining
         # direction, so all of them must share its eigenvalue, and the search is over.
-        beaten = bool(_merit(column[-1], which) <= _merit(values[:k][-1], which) + 1e-6 * scale)
+        beaten = bool(_merit(own, which) <= _merit(values[:k][-1], which) + 1e-6 * scale)
         rest_known = count == op.size or (closed and alone and beaten)
         # Pair k + 1 must have converged too. With a loose tolerance a large eigenvalue may not have appeared yet, and
         # a smaller one would be returned instead.
-        small = bool((bounds[: k + 1] <= tolerance * scale).all())
-        seen = iteration >= min(least_products(k), max_iterations)
-        done = small and (count >= k if rest_known else count > k and not closed and seen)
+        worst = float(bounds[: k + 1].max())
+        passed = check.passed(values[:k], goal) or iteration == max_iterations
+        done = worst <= goal and (count >= k if rest_known else count > k and not closed and passed)
         found = values[:k] * unit, bounds[:k] * unit, scale * unit
-        yield LanczosStep(*found, iteration, done, basis[:count], vectors[:, :k], which)
+        yield LanczosStep(*found, iteration, done, space.rows[:count], vectors[:, :k], which)
         if done or iteration == max_iterations:  # before a restart, which would rotate what was yielded away
             return
-        if count == size:
-            kept = k + (size - k) // 2
-            rotate(basis, vectors[:, :kept])
-            projected.zero_()
-            projected.diagonal()[:kept] = values[:kept]
-            count = kept
-        basis[count] = fresh(basis[:count], generator) if closed else new / rest
+        settled = count > k and worst <= goal / 2 and iteration >= least_products(k)
+        checking = settled and not closed and check.is_over and not space.is_nearly_full
+        most = k + (size - k) // 2
+        if checking:  # what has not converged goes, since the new vector does not continue it
+            converged = int((bounds <= goal / 2).cumprod(0).sum())
+            space.restart(values, vectors, min(converged, most), rest)
+        elif count == size:
+            space.restart(values, vectors, most, 0.0)
+        if closed or checking:
+            check = _Check(values[:k])
+        space.rows[space.count] = fresh(space.rows[: space.count], generator) if closed or checking else new / rest
         alone = closed
 
 
-def least_products(k: int) -> int:
-    """Return the minimum number of products before Lanczos may stop.
+CHECK = 8
+"""Products from a random vector after which eigenpairs that have converged are taken to be the leading ones."""
 
-    The first products show several eigenvalues within the tolerance as one. For k up to 10, this many show up to five
-    that are 1e-4 of the largest or more apart; for k = 20, some are missed at the edge of a dense bulk
-    (`benchmarks/clusters.py`).
+
+def least_products(k: int) -> int:
+    """Return the number of products before the first check.
+
+    The first products show several eigenvalues within the tolerance as one. This many tell most of them apart, in fewer
+    products than a check takes for each (`benchmarks/clusters.py`).
     """
-    return 2 * k + 20
+    return k + 20
+
+
+class _Space:
+    """An orthonormal basis and the operator projected onto it, which is small: in float64, on the host.
+
+    The product of the latest basis vector leaves the span. Those of the others stay within, up to a vector of length
+    ``lost``: what was given up when the search continued from a random vector.
+    """
+
+    def __init__(self, size: int, op: SymmetricOperator) -> None:
+        self.rows = torch.zeros(size, op.size, dtype=op.dtype, device=op.device)
+        self.projected = torch.zeros(size, size, dtype=torch.float64)
+        self.lost = torch.zeros(size, dtype=torch.float64)
+        self.count = 0
+
+    def absorb(self, product: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the vector in row ``count``, given its product; return the product's part outside, and its Ritz value."""
+        new, overlaps = orthogonalise(product, self.rows[: self.count + 1])
+        column = overlaps.cpu()
+        self.projected[self.count, : self.count + 1] = self.projected[: self.count + 1, self.count] = column
+        self.count += 1
+        return new, column[-1]
+
+    def residuals(self, vectors: Tensor, rest: float) -> Tensor:
+        """Return bounds on the residuals of Ritz vectors; ``rest`` is how far the latest product leaves the span."""
+        lost = self.lost[: self.count, None] * vectors
+        return (lost.square().sum(0) + (rest * vectors[-1]).square()).sqrt()
+
+    def restart(self, values: Tensor, vectors: Tensor, kept: int, given_up: float) -> None:
+        """Keep only the first Ritz vectors; ``given_up`` is the ``rest`` that the next vector does not continue."""
+        self.lost[:kept] = self.residuals(vectors, given_up)[:kept]
+        self.lost[kept:] = 0.0
+        rotate(self.rows[: self.count], vectors[:, :kept])
+        self.projected.zero_()
+        self.projected.diagonal()[:kept] = values[:kept]
+        self.count = kept
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether the basis will soon span everything, which is better than a check."""
+        size, whole = self.rows.shape
+        return size == whole <= self.count + CHECK
+
+
+class _Check:
+    """A continued search from a random vector, orthogonal to what was found.
+
+    One starting vector shows only one direction for each eigenvalue. Another one shows what the first has missed.
+    """
+
+    def __init__(self, values: Tensor | None = None) -> None:
+        self.values = values
+        self.products = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.values is None or self.products >= CHECK
+
+    def passed(self, values: Tensor, margin: float) -> bool:
+        """Whether the check is over, and these values are still those from before."""
+        if self.values is None or self.products < CHECK or len(values) != len(self.values):
+            return False
+        return float((values - self.values).abs().max()) <= margin
 
 
 def _check_request(op: SymmetricOperator, k: int, which: str, size: int, tolerance: float, max_iterations: int) -> None:
