@@ -50,6 +50,13 @@ from torch import nn
 
 def linear(num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
+
+def fading(num_classes):
+    # any threshold is past the weights of all layers but the first
+    layers = [nn.Linear(64, 64), *(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, num_classes)]
+    for layer in layers[1:]:
+        nn.init.constant_(layer.weight, 1e-6)
+    return nn.Sequential(nn.Flatten(), *layers)
 """
 LINEAR = "cli_networks:linear"
 ROOT = Path(__file__).parent.parent
@@ -483,6 +490,17 @@ def test_options_that_do_nothing_here_are_told(trained: dict[str, tuple[Path, Re
     result = call("project", *runs_, "--k", 1, "--examples", 100, "--epochs", 1, "--precision", "tf32", "--out", "p")
     assert result.exit_code == 0
     assert "tf32 needs a GPU; using float32 here." in result.stderr
+
+
+def test_layers_without_a_weight_left_are_told_with_the_remedy() -> None:
+    words = ["train", "digits", "--model", "cli_networks:fading", "--epochs", 1, "--c", 0.25, "--device", "cpu"]
+    result = call(*words, "--out", "gone")
+    assert 0.7 < runs.load(Path("gone")).records()[0].weight_sparsity < 1
+    names = "2.weight, 3.weight, 4.weight and 1 more"
+    assert f"No weight is left in {names}: such a layer passes nothing on, unless" in result.stderr
+    assert "If the accuracy has suffered, lower --c (0.25) or --lr (0.1)." in result.stderr
+    result = call(*words, "--optimizer", "sgd", "--out", "dense")
+    assert "No weight is left" not in result.stderr
 
 
 def test_a_network_without_a_weight_left_is_told_with_the_remedy_and_its_metrics_are_json() -> None:

@@ -278,7 +278,21 @@ def _conclude(run: Run, quiet: bool, is_new: bool, process: Process) -> bool:
         f"{last.sparsity:.2%} of all parameters are zero. See it with:"
     )
     say(f"    dirprune report {shlex.quote(str(run.folder))}")
-    if last.weight_sparsity == 1 and run.recipe.pruner == "grda":
-        knobs = f"--c ({run.recipe.c:g}) or --lr ({run.recipe.lr:g})"
-        say(f"Every weight is zero: the threshold grew past all of them. Lower {knobs}.")
+    if run.recipe.pruner == "grda":
+        for line in _remarks_on_zeros(run, last):
+            say(line)
     return True
+
+
+def _remarks_on_zeros(run: Run, last: EpochRecord) -> Iterator[str]:
+    """Yield a remark if layers have no weight left, so that the network may compute nothing any more."""
+    outcome = run.outcome()
+    layers = outcome.zeros.layers if outcome and outcome.zeros else ()
+    gone = [layer.name for layer in layers if layer.is_weight and layer.zeros == layer.total > 0]
+    knobs = f"--c ({run.recipe.c:g}) or --lr ({run.recipe.lr:g})"
+    if last.weight_sparsity == 1:
+        yield f"Every weight is zero: the threshold grew past all of them. Lower {knobs}."
+    elif gone:
+        names = ", ".join(gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
+        yield f"No weight is left in {names}: such a layer passes nothing on, unless a shortcut leads around it."
+        yield f"If the accuracy has suffered, lower {knobs}."
