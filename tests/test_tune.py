@@ -18,6 +18,7 @@ from test_cli import call
 from dirprune import GRDA
 from dirprune.lab import data, experiment, runs, tune
 from dirprune.lab.recipes import Recipe, get
+from dirprune.lab.tables import read_rows
 from dirprune.lab.train import Divergence, EpochRecord, train
 from dirprune.lab.tune import Trial, choose
 
@@ -109,6 +110,42 @@ def test_of_the_greatest_passing_c_of_each_mu_the_sparsest_is_chosen() -> None:
     assert choose(trials) == trials[4]
     assert choose(reversed(trials)) == trials[4]
     assert choose([dense, trial(1e-4, 0.5, 0.5, False)]) is None
+
+
+def test_recorded_trials_are_not_trained_again(imagine: Any, tmp_path: Path) -> None:
+    tried = imagine(lambda r: 90.0 if r.optimizer == "sgd" else None if r.c > 5e-4 else 90.0 - 2000 * r.c)
+    options: dict[str, Any] = {"mus": (0.51,), "device": CPU, "out": tmp_path / "search"}
+    first = list(islice(tune.tune(QUICK, **options), 3))
+    assert len(tried) == 3
+    whole = list(tune.tune(QUICK, **options))
+    assert [trial.passes for trial in whole] == [True, True, True, True, False, False]
+    assert whole[:3] == first
+    assert [round(recipe.c, 6) for recipe in tried[3:]] == [4e-4, 8e-4, 1.6e-3]
+    assert read_rows(tmp_path / "search" / "trials.csv", Trial) == whole
+    strict = list(tune.tune(QUICK, tolerance=0.3, **options))
+    assert len(tried) == 6
+    assert [trial.passes for trial in strict] == [True, True, False, False]
+    more = list(tune.tune(QUICK, **{**options, "mus": (0.51, 0.6)}))
+    assert more[:6] == whole
+    assert [recipe.mu for recipe in tried[6:]] == [0.6] * 5
+
+
+def test_a_folder_of_other_trials_is_refused_and_left_alone(imagine: Any, tmp_path: Path) -> None:
+    tried = imagine(lambda r: 90.0)
+    next(tune.tune(QUICK, device=CPU, out=tmp_path))
+    before = (tmp_path / "trials.csv").read_text()
+    with pytest.raises(ValueError, match=r"was started with lr=0\.1, not lr=0\.2; give another --out"):
+        next(tune.tune(replace(QUICK, lr=0.2), device=CPU, out=tmp_path))
+    with pytest.raises(ValueError, match=r"trial_epochs=3, not trial_epochs=2"):
+        next(tune.tune(QUICK, epochs=2, device=CPU, out=tmp_path))
+    assert (len(tried), (tmp_path / "trials.csv").read_text()) == (1, before)
+
+
+def test_a_search_that_sgd_ends_records_nothing(imagine: Any, tmp_path: Path) -> None:
+    imagine(lambda r: None)
+    with pytest.raises(ValueError, match="SGD itself diverges"):
+        next(tune.tune(QUICK, device=CPU, out=tmp_path / "search"))
+    assert not (tmp_path / "search").exists()
 
 
 # With real training
@@ -246,6 +283,25 @@ def test_ctrl_c_shows_the_trials_that_are_done(tuned: list[str], monkeypatch: py
     rows = [[word.strip() for word in line.split("│")] for line in result.stdout.splitlines() if "│" in line]
     assert [row[:3] for row in rows] == [["SGD", "", ""], ["gRDA", "0.0001", "0.6"]]
     assert result.stderr.startswith("Stopped; the search is not finished. Best so far: c=0.0001, mu=0.6 (")
+
+
+def test_an_interrupted_search_goes_on_where_it_stopped(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    train_, used = tune._last, []
+
+    def once(recipe: Recipe, *others: Any) -> EpochRecord | None:
+        used.append(recipe.cpu.precision)
+        if len(used) == 2:
+            raise KeyboardInterrupt
+        return train_(recipe, *others)
+
+    monkeypatch.setattr(tune, "_last", once)
+    words = [*tuned, "--precision", "bfloat16", "--out", "search"]
+    stopped = call(*words)
+    assert stopped.exit_code == 130
+    assert "Its trials are in search/trials.csv. Run the same command to continue." in stopped.stderr
+    result = call(*words)
+    assert (result.exit_code, used) == (0, ["bfloat16"] * 4)
+    assert json.loads(result.stdout.splitlines()[-1])["command"].endswith("--precision bfloat16 --data 'my data'")
 
 
 def test_when_nothing_passes_the_command_says_what_to_do(tuned: list[str], imagine: Any) -> None:

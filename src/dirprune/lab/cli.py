@@ -260,6 +260,11 @@ def tune(
     batch_size: BatchOption = None,
     seed: SeedOption = None,
     model: ModelOption = None,
+    precision: StepPrecisionOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder to record trials in; the same folder continues the search.", show_default="none"),
+    ] = None,
     data: DataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
@@ -270,12 +275,13 @@ def tune(
         from dirprune.lab.console import bar
         from dirprune.lab.follow import device_of
 
-        chosen = recipes.changed(recipes.get(recipe), lr=lr, batch_size=batch_size, seed=seed, model=model)
+        given = {"lr": lr, "batch_size": batch_size, "seed": seed, "model": model}
+        given["precision"] = precision.value if precision else None
+        chosen = recipes.changed(recipes.get(recipe), **given)
         trials = []
         length = "1 epoch" if epochs == 1 else f"{epochs} epochs"
-        search = tuning.tune(
-            chosen, epochs=epochs, tolerance=tolerance, mus=mu or tuning.MUS, device=device_of(device), root=data
-        )
+        mus, where = mu or tuning.MUS, device_of(device)
+        search = tuning.tune(chosen, epochs=epochs, tolerance=tolerance, mus=mus, device=where, root=data, out=out)
         finished = False
         with bar("trials", total=None) as advance, suppress(KeyboardInterrupt):
             for trial in search:
@@ -290,12 +296,14 @@ def tune(
         if not finished:
             so_far = f" Best so far: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero)." if best else ""
             say(f"Stopped; the search is not finished.{so_far}")
+            if out:
+                say(f"Its trials are in {out / tuning.TABLE}. Run the same command to continue.")
             raise typer.Exit(INTERRUPTED)
         if best is None:
             say("No c passed; try a larger --tolerance or longer trials (--epochs).")
             raise typer.Exit(1)
-        options = {"c": best.c, "mu": best.mu, "lr": lr, "batch-size": batch_size, "seed": seed, "model": model}
-        words = [(f"--{name}", str(value)) for name, value in {**options, "data": data}.items() if value is not None]
+        options = {"c": best.c, "mu": best.mu, **given, "data": data}
+        words = [(f"--{k.replace('_', '-')}", str(value)) for k, value in options.items() if value is not None]
         command = shlex.join(["dirprune", "train", recipe, *chain.from_iterable(words)])
         say(f"Chosen: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero after {length}). Train with:")
         say(f"    {command}")

@@ -6,7 +6,9 @@ training data. Take the largest c that did. One miss may be noise, so the search
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,7 +17,9 @@ from typing import Any
 import torch
 
 from dirprune.lab.experiment import assemble, check_fit
-from dirprune.lab.recipes import Recipe, changed
+from dirprune.lab.recipes import FREE_TO_CHANGE, Recipe, changed
+from dirprune.lab.runs import environment
+from dirprune.lab.tables import measuring, merge_rows, read_rows
 from dirprune.lab.train import Divergence, EpochRecord, train
 
 MUS = (0.501, 0.51, 0.55)
@@ -23,6 +27,7 @@ C_START = 1e-4
 C_LIMIT = 1.0
 MISSES = 2
 VALIDATION = 0.1
+TABLE = "trials.csv"
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ def tune(
     mus: Iterable[float] = MUS,
     device: torch.device,
     root: Path | None = None,
+    out: Path | None = None,
 ) -> Iterator[Trial]:
     """Yield SGD's trial, then for each μ one trial per value of c; the last two usually fail.
 
@@ -68,6 +74,10 @@ def tune(
         tolerance: points of accuracy that a trial may lose against SGD.
         mus: the values of μ to search c for.
         device, root: where to train, and where the data are.
+        out: folder to record the trials in. Trials that it holds are not trained again.
+
+    Raises:
+        ValueError: a value cannot be used, SGD itself diverges, or ``out`` holds trials of another recipe or length.
     """
     if epochs < 1 or epochs > recipe.epochs:
         raise ValueError(f"--epochs {epochs} cannot be used; trials of this recipe have 1 to {recipe.epochs} epochs")
@@ -75,19 +85,49 @@ def tune(
         raise ValueError(f"--tolerance {tolerance:g} cannot be used; give how many points of accuracy may be lost, ≥ 0")
     recipe = replace(recipe, validation=recipe.validation or VALIDATION)
     starts = [changed(recipe, optimizer="grda", c=C_START, mu=mu) for mu in mus]  # raises for a bad μ before training
-    baseline = _last(replace(recipe, optimizer="sgd"), epochs, device, root)
-    if baseline is None:
-        raise ValueError(f"SGD itself diverges at lr={recipe.lr}; tune the learning rate first (--lr)")
-    yield Trial("sgd", 0.0, 0.0, baseline.test_accuracy, baseline.sparsity, passes=True)
-    for start in starts:
-        c, misses = start.c, 0
-        while c <= C_LIMIT and misses < MISSES:
-            record = _last(replace(start, c=c), epochs, device, root)
-            accuracy = record.test_accuracy if record else None
-            passes = accuracy is not None and accuracy >= baseline.test_accuracy - tolerance
-            yield Trial("grda", c, start.mu, accuracy, record.sparsity if record else 0.0, passes)
-            misses = 0 if passes else misses + 1
-            c *= 2
+    settings = {"trial_epochs": epochs, **_shared(recipe)}
+    with measuring(out, settings, environment(device), table=TABLE) if out else nullcontext():
+        trial = _Trials(epochs, device, root, out)
+        dense = trial(replace(recipe, optimizer="sgd"))
+        if dense.accuracy is None:
+            raise ValueError(f"SGD itself diverges at lr={recipe.lr}; tune the learning rate first (--lr)")
+        yield dense
+        for start in starts:
+            c, misses = start.c, 0
+            while c <= C_LIMIT and misses < MISSES:
+                found = trial(replace(start, c=c), least=dense.accuracy - tolerance)
+                yield found
+                misses = 0 if found.passes else misses + 1
+                c *= 2
+
+
+class _Trials:
+    """Trains trials, except those that are recorded in the folder ``out``."""
+
+    def __init__(self, epochs: int, device: torch.device, root: Path | None, out: Path | None) -> None:
+        self.epochs, self.device, self.root = epochs, device, root
+        self.table = out / TABLE if out else None
+        known = read_rows(self.table, Trial) if self.table else []
+        self.known = {(trial.optimizer, trial.c, trial.mu): trial for trial in known}
+
+    def __call__(self, recipe: Recipe, *, least: float = -math.inf) -> Trial:
+        """Return the trial of a recipe, which passes if its accuracy is at least ``least``."""
+        key = (recipe.optimizer, recipe.c, recipe.mu) if recipe.optimizer == "grda" else (recipe.optimizer, 0.0, 0.0)
+        trial = self.known.get(key)
+        if trial is None:
+            record = _last(recipe, self.epochs, self.device, self.root)
+            accuracy, zeros = (record.test_accuracy, record.sparsity) if record else (None, 0.0)
+            trial = Trial(*key, accuracy, zeros, passes=False)
+        trial = replace(trial, passes=trial.accuracy is not None and trial.accuracy >= least)
+        if self.table and (trial.accuracy is not None or trial.optimizer == "grda"):  # else the search is over
+            merge_rows(self.table, Trial, [trial], key=("optimizer", "c", "mu"))
+        return trial
+
+
+def _shared(recipe: Recipe) -> dict[str, Any]:
+    """Return what all trials of a search share."""
+    varied = {"optimizer", "c", "mu"} | FREE_TO_CHANGE
+    return {name: value for name, value in recipe.to_dict().items() if name not in varied}
 
 
 def choose(trials: Iterable[Trial]) -> Trial | None:
