@@ -1,4 +1,4 @@
-"""Fixtures for all tests: one thread, so that sums have a fixed order and two workers can share two cores."""
+"""Set-up of all tests: torch has one thread, so that sums have a fixed order and two workers can share two cores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _seeded() -> None:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """Use two threads, as on a user's machine, for tests that depend on it."""
+    """Give torch two threads, as on a user's machine, for tests of what happens to the number of threads."""
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def thresholds(rates: Iterable[float], c: float, mu: float, momentum: float = 0.0) -> list[float]:
-    """τ₁, τ₂, … for the learning rates γ₁, γ₂, …"""
+    """Return the thresholds τ₁, τ₂, … for the learning rates γ₁, γ₂, …"""
     tau, taus = 0.0, []
     for n, rate in enumerate(rates, start=1):
         effective = rate / (1 - momentum)

@@ -16,7 +16,7 @@ from dirprune.lab.baselines.method import prunable
 
 
 class Redundant(nn.Module):
-    """The largest layer, whose weights are as large as others', has no say in the result."""
+    """A network whose largest layer, ``idle``, does not affect the output, although its weights are not small."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def test_the_agent_beats_uniform_sparsity_where_one_layer_is_redundant() -> None
     assert results["amc"][0] > dense - 15
     assert results["amc"][1]["idle.weight"] > 0.9
     assert results["amc"][1]["last.weight"] < 0.6
-    # It is learning, not luck: what the agent does at last is better than what it tried at first.
+    # The agent learned, and was not just lucky once: its last episodes earn more than its first ones.
     assert sum(rewards[-20:]) / 20 > sum(rewards[:20]) / 20 + 5
 
 
@@ -119,7 +119,7 @@ def test_the_agent_learns_what_is_rewarded_at_the_end() -> None:
 
 @pytest.mark.parametrize("broken", [float("nan"), -float("inf")])
 def test_episodes_without_a_reward_are_neither_best_nor_the_end_of_learning(broken: float) -> None:
-    """The first episode, and all in which the first layer is pruned more, destroy the network."""
+    """The first episode, and every one that prunes the first layer by more than half, has no finite reward."""
     seen: list[float] = []
 
     def reward(sparsities: list[float]) -> float:
@@ -169,7 +169,7 @@ def test_bad_options_are_refused() -> None:
             search(torch.eye(2), [5, 5], sum, **options)
     with pytest.raises(ValueError, match=r"at=1\.5"):
         Amc(sparsity=0.5, reward=lambda model: 0.0, at=1.5)
-    with pytest.raises(ValueError, match=r"most=0\.5"):  # and not when training is half over
+    with pytest.raises(ValueError, match=r"most=0\.5"):  # already here, not when pruning begins during training
         Amc(sparsity=0.9, reward=lambda model: 0.0, most=0.5)
     with pytest.raises(ValueError, match="stages=0"):
         Amc(sparsity=0.9, reward=lambda model: 0.0, stages=0)

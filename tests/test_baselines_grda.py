@@ -13,7 +13,7 @@ from dirprune.lab.baselines import Grda, Rda
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_rda_thresholds_the_sum_of_gradients_by_n_gamma_lambda(momentum: float) -> None:
-    """Xiao's closed form from the start, on a loss whose gradients are known: wₙ = soft(w₀ − γ Σ g, nγλ)."""
+    """Compare with Xiao's closed form for given gradients: wₙ = soft(w₀ − γ Σ g, nγλ)."""
     lam, lr, steps = 0.05, 0.2, 7
     rate = lr / (1 - momentum)
     start = torch.linspace(-2, 2, 21, dtype=torch.float64)

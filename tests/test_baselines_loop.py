@@ -27,7 +27,7 @@ Make = Callable[[], Method]
 
 
 def size_of_the_first_layer(model: nn.Module) -> float:
-    """A reward that needs no data."""
+    """Return a reward for AMC that needs no data."""
     return float(next(model.parameters()).detach().abs().sum())
 
 
@@ -81,7 +81,7 @@ def test_every_method_is_known_by_its_name() -> None:
         baselines.get("magnitud")
 
 
-# With the accuracy to pass, and bounds on the sparsity.
+# Of each method: how to make it, the test accuracy (%) it must exceed, and bounds on its sparsity.
 LEARNS: dict[str, tuple[Make, float, tuple[float, float]]] = {
     "sgd": (Sgd, 95, (0, 0)),
     "grda": (partial(Grda, c=0.08, mu=0.6), 85, (0.85, 1)),
@@ -122,7 +122,7 @@ def test_amc_learns_digits_with_a_search_on_held_out_data() -> None:
     method.attach(model, optimizer, steps=4 * len(loaders.train), examples=loaders.train.examples)
     records = run(model, optimizer, method, loaders, lr=0.03)
     found = [round(record.weight_sparsity, 3) for record in records]
-    assert found == [0.0, 0.438, 0.9, 0.9]  # the first of four stages is at half time
+    assert found == [0.0, 0.438, 0.9, 0.9]  # the first of AMC's four stages is at half time: the end of epoch 2
     assert records[-1].test_accuracy > 85
 
 
@@ -176,14 +176,14 @@ def test_the_end_is_a_plain_model_that_computes_the_same(name: str) -> None:
     if name != "sgd":
         assert last.weight_sparsity > 0.1
     cross_entropy(model(inputs), targets).backward()
-    for _ in range(2):  # what held the zeros has let go
+    for _ in range(2):  # once the method has finished, nothing keeps the weights at zero
         optimizer.step()
     if name not in ("sgd", "grda", "rda"):
         assert sparsity(model).zeros < report.zeros
 
 
 class Ridge(Method):
-    """A penalty with a known optimizer option for its twin."""
+    """A method whose penalty is the same as SGD's weight_decay=0.03."""
 
     def penalty(self) -> Tensor:
         return 0.5 * 0.03 * torch.stack([p.square().sum() for p in self.model.parameters()]).sum()
@@ -202,7 +202,7 @@ def test_a_penalty_is_part_of_the_objective_and_not_of_the_recorded_loss() -> No
 
 
 class Diary(Method):
-    """Records when it was called, and the gradient it could read."""
+    """Records the step of each call, and the gradient of the first weight at that time."""
 
     def __init__(self) -> None:
         self.pages: list[tuple[int, Tensor]] = []

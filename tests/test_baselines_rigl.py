@@ -40,7 +40,7 @@ def test_erk_densities_meet_the_target_with_layers_capped_at_one(network: str, d
     assert max(found) <= 1
     assert found == pytest.approx(by_bisection(shapes, density), rel=1e-9)
     if network == "resnet50" and density == 0.1:
-        assert found.count(1.0) > 0  # the cap is met, or this says little
+        assert found.count(1.0) > 0  # some layers reach the cap, so that the test covers it
 
 
 def test_the_drop_fraction_against_its_formula() -> None:
@@ -81,7 +81,8 @@ def test_a_deep_network_without_normalisation_begins_with_the_signal_of_the_dens
     dense, sparse = networks
     RigL(sparsity=sparsity).attach(sparse, SGD(sparse.parameters(), lr=0.1), steps=10, examples=1)
     for ours, theirs in zip(spread_and_gradient(sparse), spread_and_gradient(dense), strict=True):
-        assert theirs / 2 < ours < theirs * 2  # without it both fade by four orders of magnitude and more
+        # If the initial weights were not rescaled, both numbers would be smaller by at least four orders of magnitude.
+        assert theirs / 2 < ours < theirs * 2
 
 
 def test_in_training_the_number_is_constant_and_growth_goes_where_the_gradient_is_largest() -> None:
@@ -99,7 +100,7 @@ def test_in_training_the_number_is_constant_and_growth_goes_where_the_gradient_i
         assert {name: int(mask.sum()) for name, mask in method.masks.items()} == counts
         for name, weight in method.layer_weights.items():
             now, grown = method.masks[name], method.masks[name] & ~before[name]
-            if not grown.any():  # then, as the number is constant, nothing was dropped
+            if not grown.any():  # nothing was dropped either, because the number of weights is constant
                 continue
             assert number % 5 == 0
             assert number < 45
@@ -197,7 +198,7 @@ def test_first_weights_are_those_of_the_dense_network_unless_nothing_normalises(
 
 
 def test_connections_grow_by_the_gradient_and_not_by_what_the_optimizer_makes_of_it() -> None:
-    """Torch's foreach SGD adds Nesterov's momentum to the gradient in its place."""
+    """Torch's foreach SGD would overwrite ``.grad``, which RigL reads, with Nesterov's direction."""
     torch.manual_seed(0)
     model = nn.Linear(30, 30)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=True)

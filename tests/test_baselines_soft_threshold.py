@@ -14,7 +14,7 @@ from dirprune.lab.baselines.soft_threshold import SoftThreshold, Str
 
 
 def test_the_map_is_the_proximal_operator_of_the_absolute_value() -> None:
-    """W minimises ½(W − V)² + σ(s)|W|: compared with a search over a grid."""
+    """W minimises ½(W − V)² + σ(s)|W|: compare with a search over a grid."""
     threshold = 1 / (1 + math.exp(0.4))
     v = torch.tensor([-1.3, -0.4, -0.1, 0.0, 0.2, 0.41, 0.9], dtype=torch.float64)
     grid = torch.linspace(-2, 2, 40_001, dtype=torch.float64)
@@ -34,7 +34,7 @@ def test_gradients_against_differences() -> None:
 
 
 def test_decay_raises_the_threshold_at_its_own_rate() -> None:
-    """With no gradient s follows s·(1 − γ·decay)ⁿ, and the weights have the optimizer's decay, not this one."""
+    """With zero gradients, s becomes s·(1 − γ·decay)ⁿ; the weights keep the optimizer's own decay, which is 0 here."""
     layer = nn.Linear(5, 4)
     optimizer = SGD(layer.parameters(), lr=0.1)
     method = Str(decay=0.5, start=-6.0)
@@ -54,12 +54,12 @@ def test_decay_raises_the_threshold_at_its_own_rate() -> None:
 
 
 def test_the_loss_holds_a_threshold_that_would_cost_too_much() -> None:
-    """Least squares on targets that need every weight, against targets that need none."""
+    """Least squares: on targets that need every weight no weight is pruned, on targets that need none all are."""
     results = []
     for size in (2.0, 0.0):
         method = Str(decay=0.5, start=-6.0)
         layer = nn.Linear(8, 8, bias=False)
-        nn.init.constant_(layer.weight, 0.3)  # a weight that has to pass 0 would stay there: W has no slope at 0
+        nn.init.constant_(layer.weight, 0.3)  # a weight that had to cross 0 would get stuck, where W has no gradient
         optimizer = SGD(layer.parameters(), lr=0.05)
         method.attach(layer, optimizer, steps=200, examples=1)
         inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))

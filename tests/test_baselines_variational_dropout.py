@@ -41,7 +41,7 @@ def kl_by_integration(log_alpha: float) -> float:
     expectation = sum(
         quad(integrand, a, b, limit=200)[0]
         for a, b in pairwise(edges)
-        if b > 1 - 12 * sigma  # 0 may lie outside the range that matters
+        if b > 1 - 12 * sigma  # the edge at 0 may lie below the range that matters
     )
     euler = 0.57721566490153286
     return expectation - 0.5 * log_alpha + (euler + math.log(2)) / 2
@@ -55,7 +55,7 @@ def test_the_kl_against_numerical_integration(log_alpha: float) -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "conv1d", "conv2d", "grouped"])
 def test_the_noise_in_outputs_is_that_of_noisy_weights(kind: str) -> None:
-    """Mean and variance of every output, by the layer and by drawing the weights themselves."""
+    """Compare mean and deviation of every output: from the layer's own noise, and from weights drawn at random."""
     torch.manual_seed(0)
     layer: nn.Module
     layer, inputs = {
@@ -92,7 +92,7 @@ def test_weights_with_too_much_noise_are_zero_in_evaluation_and_at_the_end() -> 
     method.attach(layer, SGD(layer.parameters(), lr=0.1), steps=1, examples=10)
     assert isinstance(layer, Variational)
     assert isinstance(layer, nn.Conv2d)
-    assert dict(layer.named_parameters()).items() >= parameters.items()  # the very same parameters, for the optimizer
+    assert dict(layer.named_parameters()).items() >= parameters.items()  # the same objects, which the optimizer holds
     inputs = torch.randn(3, 2, 5, 5)
     with torch.no_grad():
         logits = layer.eval()(inputs)

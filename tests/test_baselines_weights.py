@@ -1,4 +1,4 @@
-"""Methods on networks that are not rows of layers: tied, frozen, recurrent, transposed and subclassed weights."""
+"""Methods on networks that are no plain stacks of layers: tied, frozen, recurrent, transposed, subclassed weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 12
 
 
 class Tied(nn.Module):
-    """Two layers of one weight, beside each other."""
+    """Two consecutive layers that share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Tied(nn.Module):
 
 
 class Language(nn.Module):
-    """An embedding whose weight is the classifier's too."""
+    """An embedding that shares its weight with the classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Own(nn.Linear):
 
 
 class Striding(nn.Module):
-    """A user's own module with a weight, and a stride that is a number."""
+    """A user's own module with a weight; its ``stride`` is a number, not a tuple as in torch's convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ METHODS: dict[str, Callable[[], Method]] = PRESET | {
 
 
 def trained(model: nn.Module, method: Method) -> Tensor:
-    """Attach, train for a few steps, and return what the network answers to some images."""
+    """Attach the method, train for a few steps, and return the network's `answers`."""
     optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9, weight_decay=1e-3)
     method.attach(model, optimizer, steps=STEPS, examples=100)
     inputs, targets = torch.randn(16, 8), torch.arange(16) % 3
@@ -138,13 +138,13 @@ def test_the_plain_network_at_the_end_is_the_one_that_was_evaluated(name: str, n
     before = trained(model, method)
     weights, zeros = method.weights(), method.sparsity()
     saved = NETWORKS[network]()
-    saved.load_state_dict(method.plain_state())  # as a checkpoint in the middle of training has it
+    saved.load_state_dict(method.plain_state())  # what a checkpoint during training holds
     torch.testing.assert_close(answers(saved), before, rtol=1e-5, atol=1e-6)
     method.finish()
     torch.testing.assert_close(answers(model), before, rtol=1e-5, atol=1e-6)
     assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
     torch.testing.assert_close(weights, {name: p.detach() for name, p in model.named_parameters()}, rtol=0, atol=0)
-    assert zeros.total == sum(p.numel() for p in parameters.values())  # tied weights once
+    assert zeros.total == sum(p.numel() for p in parameters.values())  # tied weights are counted once
     if name in PRESET:
         assert zeros.weight_fraction == pytest.approx(
             0.75, abs=1 / sum(w.parameter.numel() for w in prunable(model).values())

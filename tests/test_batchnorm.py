@@ -1,4 +1,4 @@
-"""BatchNorm's statistics against those of all samples."""
+"""BatchNorm's estimated statistics, compared with those of all samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_many_samples_do_not_overflow_in_half_precision(dtype: torch.dtype) -> N
 def test_what_fails_leaves_everything_as_it_was() -> None:
     norm = nn.BatchNorm1d(3, momentum=None).eval()
     norm.running_mean.fill_(2.0)
-    norm.num_batches_tracked.fill_(7)  # by which momentum=None weighs the next batch
+    norm.num_batches_tracked.fill_(7)  # with momentum=None, this count is the weight of the batches so far
     wide = [*batches(4), (torch.zeros(4, 9), torch.zeros(4))]
     for data, words in ((wide, "running_mean"), (batches(1, 1), "only one per batch"), ([], "no examples")):
         with pytest.raises((ValueError, RuntimeError), match=words):
@@ -48,7 +48,7 @@ def test_what_fails_leaves_everything_as_it_was() -> None:
 
 
 class Uncounted(nn.BatchNorm1d):
-    """Counts no batches."""
+    """A BatchNorm that does not count its batches."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return nn.functional.batch_norm(
@@ -57,7 +57,7 @@ class Uncounted(nn.BatchNorm1d):
 
 
 class Rebinding(Uncounted):
-    """Counts batches as torch once did, in a new tensor each time."""
+    """A BatchNorm that replaces its counter by a new tensor in every pass, as torch once did."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.num_batches_tracked = self.num_batches_tracked + 1

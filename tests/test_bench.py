@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Fake:
-    """A step takes 2 ms with SGD and 3 ms with gRDA; an epoch takes four times its steps."""
+    """A trainer whose steps take 2 ms with SGD and 3 ms with gRDA, and whose epochs take four times their steps."""
 
     lean: set[bool]
 
@@ -49,7 +49,7 @@ def test_steps_are_told_in_milliseconds_beside_the_rest_of_an_epoch(
 
 
 def test_a_clock_that_falls_is_not_taken_for_overhead() -> None:
-    """An epoch of ten steps and as long again, on a machine that is slower by the same with everything it does."""
+    """Half of every epoch is overhead, on a machine that gets slower by the same amount with every measurement."""
     slower = iter(range(100, 200))
     trainer = SimpleNamespace(
         loaders=SimpleNamespace(train=range(10)),
@@ -93,14 +93,15 @@ def test_the_table_compares_with_sgd_the_floor_and_the_paper() -> None:
     assert [row["÷ SGD"] for row in rows] == ["1.000", "1.500"]
     assert [row["paper ms"] for row in rows] == ["21.4", "30.3"]
     assert [row["share of floor"] for row in rows] == ["50%", "33%"]
-    assert [row["rest of an epoch"] for row in rows] == ["10.0%", "10.0%"]  # "overhead" reads as that over SGD
+    # The column is not called "overhead", which would read as overhead over SGD.
+    assert [row["rest of an epoch"] for row in rows] == ["10.0%", "10.0%"]
     assert [(row["MiB"], row["paper MiB"]) for row in rows] == [("–", "1756"), ("600", "1809")]
 
 
 def pair(
     sgd: tuple[float, float, float], grda: tuple[float, float, float], model: str = "wrn28x10"
 ) -> list[bench.Cost]:
-    """Return the costs of a network of 1,048,576 parameters: milliseconds, MiB and the rest of an epoch."""
+    """Return the costs of a network of 1,048,576 parameters, given (ms, MiB, rest of an epoch) of each optimizer."""
     return [
         bench.Cost(model, 128, 2**20, name, ms, 5.0, mib, rest)
         for name, (ms, mib, rest) in (("sgd", sgd), ("grda", grda))
@@ -118,7 +119,7 @@ def test_bars_are_what_the_project_asks_for() -> None:
         "memory, gRDA − SGD": True,
     }
     memory = found["memory, gRDA − SGD"]
-    assert (memory.limit, memory.reached) == (4 + 10, 14)  # four bytes a parameter, and one percent
+    assert (memory.limit, memory.reached) == (4 + 10, 14)  # four bytes per parameter, and one percent of SGD's memory
     assert not {bar.what: bar for bar in bench.bars(pair((12.4, 1000.0, 0), (12.4, 1014.1, 0)))}[memory.what].met
     assert found["a step, grda"].cells() == ("wrn28x10", "a step, grda", "≤ 12.5 ms", "12.6 ms", "no")
 
@@ -147,7 +148,7 @@ def test_measuring_one_network_keeps_the_rows_of_the_others(tmp_path: Path) -> N
 
 
 def test_the_convolutions_of_a_network_are_its_floor() -> None:
-    """All but the last layer, in three passes; each pass gives what it is called for."""
+    """The floors of all convolutions and of the last layer add up to the network's; each pass returns its result."""
     found = convolutions.shapes(models.build("wrn28x10", 10), torch.zeros(1, 3, 32, 32))
     floor = 3 * sum(count * shape.floor_ms(128) for shape, count in found.items())
     linear = 3e3 * 2 * 128 * 640 * 10 / bench.PEAK_FLOPS

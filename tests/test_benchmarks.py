@@ -1,4 +1,4 @@
-"""The benchmarks that count and train: they measure what they say they do."""
+"""The benchmarks that count or train: they measure what they say they do."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_single_steps_from_a_checkpoint_are_those_of_training(optimizer: str, tm
     (first,) = conduct(run, device=CPU, stopping=lambda: True)
     rows = list(next_steps.measured(run, steps=99, examples=TEST_IMAGES, root=None, device=CPU))
     second, _ = conduct(run, device=CPU)
-    assert [row.step for row in rows] == [0, 1, 2, 3, 4]  # an epoch of 1,438 images
+    assert [row.step for row in rows] == [0, 1, 2, 3, 4]  # 1,438 images in batches of 400 are four steps
     assert {row.examples for row in rows} == {TEST_IMAGES}
     assert rows[0].test_loss == pytest.approx(first.test_loss, rel=1e-6)
     assert rows[-1].test_loss == pytest.approx(second.test_loss, rel=1e-6)
@@ -53,7 +53,8 @@ def test_what_is_held_out_is_not_what_is_told() -> None:
     row = departures.measure(short(dense))
     right = row.test_accuracy / 100 * TEST_IMAGES
     assert row.recipe == "digits epochs=2 validation=0.1"
-    assert right == pytest.approx(round(right), abs=1e-6)  # of the 144 images held out, it would be no whole number
+    # The number of right answers; from an accuracy on the 144 held-out images, it would not be a whole number.
+    assert right == pytest.approx(round(right), abs=1e-6)
     assert row.is_dense
     assert row.sparsity == 0
 
@@ -70,11 +71,11 @@ def test_a_departure_is_held_against_dense_training_on_the_same_images(capsys: p
     rows = [row("sgd", i, a, math.nan, "held") for i, a in enumerate(held)] + [row("amc", *e) for e in enumerate(other)]
     departures.tell("held-out", rows, compared)
     lines = capsys.readouterr().out.splitlines()
-    assert "-1.00 ± 0.00" in lines[0]  # what a smaller training set costs by itself
+    assert "-1.00 ± 0.00" in lines[0]  # what the smaller training set costs dense training
     (at_90,) = (line for line in lines if "90.0% " in line)
     assert "98.00 ± 0.71" in at_90
-    assert "+0.50 ± 0.00" in at_90  # 98.5 − 98, 97.5 − 97
-    assert "+2.00 ± 6.35" in at_90  # which was −2 and −1: a change of 2.5 and 1.5
+    assert "+0.50 ± 0.00" in at_90  # the gap to dense training on as few images: 98.5 − 98 and 97.5 − 97
+    assert "+2.00 ± 6.35" in at_90  # in the comparison the gap was −2 and −1, so it changed by 2.5 and 1.5
 
 
 @pytest.mark.parametrize("gap", [1e-4, 0.0])

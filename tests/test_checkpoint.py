@@ -81,7 +81,7 @@ def test_a_part_of_a_tensor_is_saved_without_the_rest(folder: Path) -> None:
     large = torch.randn(1000, 100)
     state = {"column": large[:, 3], "parts": [large[7], (large[8:10], 1)], "tied": {"a": large, "b": large}}
     path = save(folder, 1, state)
-    assert path.stat().st_size < 1.1 * large.nbytes  # and what is shared is there once
+    assert path.stat().st_size < 1.1 * large.nbytes  # the tensor that two names share is stored once
     found = load(path)
     assert torch.equal(found["column"], large[:, 3])
     assert torch.equal(found["parts"][0], large[7])
@@ -225,7 +225,7 @@ def test_a_malicious_pickle_is_refused_and_not_executed(folder: Path, tmp_path: 
         if as_zip:
             torch.save({"payload": Touch(victim)}, file)
         else:
-            pickle.dump({"payload": Touch(victim)}, file, protocol=2)  # the one torch writes
+            pickle.dump({"payload": Touch(victim)}, file, protocol=2)  # the protocol of torch's own files
     Path(f"{path}.sha256").write_text(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n")
 
     with pytest.raises(CorruptCheckpoint, match=r"epoch-0001\.pt holds more than tensors"):
@@ -382,6 +382,6 @@ def test_prune_refuses_to_keep_nothing(folder: Path) -> None:
 def test_a_checksum_that_is_none_is_told_from_a_damaged_checkpoint(folder: Path, content: bytes) -> None:
     path = save(folder, 1, {"epoch": 1})
     path.with_name(path.name + ".sha256").write_bytes(content)
-    assert len(checksum(folder, 1)) < 64  # and no error
+    assert len(checksum(folder, 1)) < 64  # reading the sidecar alone raises no error
     with pytest.raises(CorruptCheckpoint, match=r"cannot be verified: epoch-0001\.pt\.sha256 holds no checksum"):
         load(path)

@@ -86,7 +86,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def networks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Write a user's own module with a network so small that its runs take no time."""
+    """Write a user's own module, with networks so small that their runs take no time."""
     folder = tmp_path_factory.mktemp("networks")
     (folder / "cli_networks.py").write_text(MODULE)
     with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +103,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a person sees; 80 columns are what a terminal has when nobody chose."""
+    """Let the commands print what a person sees, at a terminal of 80 columns: the usual default."""
     for module in (cli, cli_reproduce, cli_research, console, follow):
         monkeypatch.setattr(module, "is_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
@@ -126,7 +126,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, networks: None) -> dict[st
     return made
 
 
-# What it costs to ask
+# Starting, help and output
 
 
 def test_the_commands_are_there_without_torch_numpy_or_matplotlib() -> None:
@@ -379,7 +379,7 @@ def test_report_of_one_run_at_a_terminal(trained: dict[str, tuple[Path, Result]]
     assert (tmp_path / "figures" / "curves.png").exists()
 
 
-# What is refused
+# Errors and warnings
 
 
 def test_an_existing_out_is_refused_and_untouched(trained: dict[str, tuple[Path, Result]]) -> None:
@@ -461,7 +461,7 @@ def test_what_a_disk_refuses_is_told_with_the_remedy(
         raise OSError(number, os.strerror(number), "a/b")
     assert capsys.readouterr().err == f"dirprune: {message}\n"
     with pytest.raises(typer.Exit), console.clear_errors():
-        raise OSError(number, "nothing was saved; do this and that", "a/b")  # a remedy of its own
+        raise OSError(number, "nothing was saved; do this and that", "a/b")  # this message has a remedy already
     assert capsys.readouterr().err == "dirprune: nothing was saved; do this and that: a/b\n"
 
 
@@ -550,7 +550,8 @@ def test_ctrl_c_is_answered(
 @pytest.mark.usefixtures("_terminal")
 @pytest.mark.parametrize(
     ("rows", "columns", "across"),
-    [(2, 12, False), (15, 10, True), (20, 3, True)],  # too wide: turned where that is narrower; not too wide
+    # Too wide, so the table is turned; too wide as well, but wider still if turned; not too wide.
+    [(2, 12, False), (15, 10, True), (20, 3, True)],
 )
 def test_a_table_takes_the_narrower_way(
     rows: int, columns: int, across: bool, capsys: pytest.CaptureFixture[str]
@@ -562,14 +563,14 @@ def test_a_table_takes_the_narrower_way(
     if not across or columns < 9:
         assert max(map(len, lines)) <= 80
     text = " ".join(lines)
-    assert all(f"{row}.{column:06}" in text for row in range(rows) for column in range(columns))  # whole, all of them
+    assert all(f"{row}.{column:06}" in text for row in range(rows) for column in range(columns))  # no cell is cut
 
 
 SENTENCE = "a sentence that is much too long for the eighty columns of a terminal, with a well-known-hyphen at its end."
 
 
 class Stream(io.TextIOWrapper):
-    """With bytes below it, as a real one has: typer tells it from a StringIO."""
+    """A stream over bytes, as real ones are: typer.echo would bypass sys.stderr with it, but not with a StringIO."""
 
     def __init__(self, terminal: bool = True) -> None:
         super().__init__(io.BytesIO(), encoding="utf-8")
@@ -608,7 +609,7 @@ def test_an_error_is_wrapped_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_said_beside_a_bar_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat the stream as a terminal
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "stderr", told := Stream())
     with console.bar("digits", total=60) as advance:
@@ -628,7 +629,7 @@ def test_a_table_goes_without_what_is_empty_the_same_or_spare(capsys: pytest.Cap
     assert " ".join(map(str.strip, lines[-2:])).endswith(
         "The same in all rows: same 60/60. In the piped output only: little."
     )
-    assert [line.split("│")[0].strip() for line in lines[3:8]] == [row[0] for row in rows]  # on one line each
+    assert [line.split("│")[0].strip() for line in lines[3:8]] == [row[0] for row in rows]  # names are not wrapped
 
 
 def test_a_table_of_nothing_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -712,7 +713,7 @@ def test_a_dumb_terminal_hears_lines_because_it_shows_no_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(console, "QUIET", 0.0)
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # makes rich treat the stream as a terminal
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
     with console.bar("one", total=3, unit="epochs") as advance:
@@ -780,7 +781,7 @@ def test_data_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.exit_code, result.stderr) == (1, "dirprune: no network; put the file there\n")
 
 
-# What needs its own measurement
+# bench, theory, project, score, connect, reproduce
 
 
 @pytest.fixture
@@ -818,7 +819,7 @@ def test_ctrl_c_in_bench_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch
 def test_bench_at_a_terminal() -> None:
     text = call("bench", "small", "--device", "cpu").stdout
     assert "÷ SGD" in text
-    assert "MiB" not in text  # nobody measures it on a CPU
+    assert "MiB" not in text  # memory is not measured on a CPU
     assert "–" not in text
     assert "1.000" in text
 
@@ -918,7 +919,7 @@ def test_connect_and_its_table_at_a_terminal(
 
 def test_reproduce(trained: dict[str, tuple[Path, Result]]) -> None:
     result = call("reproduce", trained["grda"][0], "--results", "results")
-    assert objects(result) == []  # digits are not published
+    assert objects(result) == []  # the paper has no results for digits
     assert "0 of 450 published cells" in result.stderr
     assert "digits" in result.stderr
     assert "has no ledger.csv" not in result.stderr

@@ -42,7 +42,7 @@ BREAKS = [True, False]
 
 
 def at_first_breaking(num_classes: int) -> nn.Module:
-    """Return a network that diverges in the second of four steps of epoch 2 the first time, and a good one then."""
+    """Return a network that diverges in the second of four steps of epoch 2; when called again, a good one."""
     return Breaking(step=6, value=math.nan) if BREAKS.pop(0) else tiny(num_classes)
 
 
@@ -72,7 +72,7 @@ def _quick_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amc, "LEARNING_STEPS", 1)
 
 
-# ---- who takes part
+# ---- which methods take part
 
 
 def test_by_default_every_method_takes_part_and_shares_all_but_its_own_options() -> None:
@@ -131,7 +131,7 @@ def test_a_bad_plan_is_refused_before_any_work(options: dict[str, Any], words: s
 
 
 def threshold(method: Grda, recipe: Recipe, steps: int) -> float:
-    """The threshold after so many steps at a constant rate, by the optimizer itself."""
+    """Return the optimizer's own threshold after so many steps at a constant learning rate."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = GRDA(model.parameters(), lr=recipe.lr, c=recipe.c, mu=recipe.mu, momentum=recipe.momentum)
     method.attach(model, optimizer, steps=steps, examples=1)
@@ -146,16 +146,16 @@ def test_the_default_sweeps_of_rda_end_at_the_thresholds_of_grda() -> None:
     values = {name: trials.default_sweep(trials.contestant(name), recipe, batches=20) for name in ("grda", "rda")}
     for c, lam in zip(values["grda"], values["rda"], strict=True):
         ours = threshold(Grda(c=c), recipe, 200)
-        assert threshold(Rda(lam=lam), recipe, 200) == pytest.approx(ours, rel=6e-3)  # three digits of λ
+        assert threshold(Rda(lam=lam), recipe, 200) == pytest.approx(ours, rel=6e-3)  # λ is rounded to three digits
 
 
 @pytest.mark.parametrize(
     ("steps", "weight_decay", "end"),
     [
         (4000, 0.0, math.exp(-11)),
-        (4000, 4.7 / 400, math.exp(-11 / 8)),  # it draws the weights to the threshold
+        (4000, 4.7 / 400, math.exp(-11 / 8)),  # weight decay also pulls the weights to the threshold
         (4000, 1.0, math.exp(-11 / 8)),
-        (20, 0.0, 0.99**20),  # too short to be drawn so far
+        (20, 0.0, 0.99**20),  # too few steps to get that far: s shrinks by at most 1% per step
     ],
 )
 def test_the_default_sweep_of_str_is_as_strong_as_the_length_and_weight_decay_ask_for(
@@ -183,7 +183,7 @@ def test_default_thresholds_end_where_those_of_the_unchanged_recipe_do(changes: 
     for name, kind, knob in (("grda", Grda, "c"), ("rda", Rda, "lam")):
         value = trials.default_sweep(trials.contestant(name), recipe, 45)[1]
         found = threshold(kind(**{knob: value}), recipe, recipe.epochs * 45)
-        assert found == pytest.approx(expected, rel=6e-3)  # three digits of the knob
+        assert found == pytest.approx(expected, rel=6e-3)  # the knob is rounded to three digits
 
 
 def test_the_default_sweep_of_an_unchanged_recipe_is_around_its_own_c() -> None:
@@ -242,14 +242,14 @@ def ended(trial: trials.Trial, sparsity: float, **changes: Any) -> comparison.En
 @pytest.mark.parametrize(
     ("reached", "value"),
     [
-        ({0.1: 0.5, 0.2: 0.85}, 0.4),  # nothing at 90%
+        ({0.1: 0.5, 0.2: 0.85}, 0.4),  # no run reaches 90%
         ({0.1: 0.5, 0.2: 0.7, 0.4: 0.85, 0.8: 0.92}, None),
-        ({0.1: 0.85, 0.2: 0.92}, 0.05),  # the least sparse says what it has at least, which is not all
-        ({0.1: 0.5, 0.4: 0.99}, 0.2),  # too far apart
+        ({0.1: 0.85, 0.2: 0.92}, 0.05),  # for 80%, the least sparse run gives only a lower bound
+        ({0.1: 0.5, 0.4: 0.99}, 0.2),  # the two runs are too far apart to interpolate
         ({0.1: 0.5, 0.2: 0.9, 0.21: 0.8}, None),
-        ({0.1: math.nan}, None),  # nothing but what diverged
-        ({0.1: 0.5, 0.2: math.nan}, None),  # it would be the one that diverged
-        ({0.1 * (i + 1): 0.1 * i for i in range(8)}, None),  # enough
+        ({0.1: math.nan}, None),  # the only run diverged
+        ({0.1: 0.5, 0.2: math.nan}, None),  # the next value would be 0.2, which diverged
+        ({0.1 * (i + 1): 0.1 * i for i in range(8)}, None),  # eight values are the most that are tried
     ],
 )
 def test_a_sweep_is_widened_until_it_encloses_the_sparsities(reached: dict[float, float], value: float | None) -> None:
@@ -260,7 +260,7 @@ def test_a_sweep_is_widened_until_it_encloses_the_sparsities(reached: dict[float
             for trial in planned
             for sparsity in [reached[trial.value] if trial.contestant.name == "grda" else 0.0]
         ]
-        elsewhere = trials_of(methods=("grda",), sweeps={"grda": [0.3]})  # as of another command: it decides nothing
+        elsewhere = trials_of(methods=("grda",), sweeps={"grda": [0.3]})  # a run of another command must not count
         found += [ended(trial, 0.9) for trial in elsewhere]
         assert compare.wider(planned, found, (0.8, 0.9)) == ({} if value is None else {"grda": [*reached, value]})
 
@@ -268,9 +268,9 @@ def test_a_sweep_is_widened_until_it_encloses_the_sparsities(reached: dict[float
 def test_every_seed_has_to_enclose_a_sparsity() -> None:
     planned = trials_of(methods=("grda",), sweeps={"grda": [0.1, 0.2]}, seeds=2)
     for sparsities, value in (
-        ((0.6, 0.81, 0.6, 0.79), 0.4),  # all of the second seed's are less sparse
-        ((0.78, 0.82, 0.81, 0.85), 0.05),  # all are sparser
-        ((0.6, 0.81, 0.6, 0.99), 0.141),  # they are too far apart
+        ((0.6, 0.81, 0.6, 0.79), 0.4),  # both runs of the second seed are less sparse than 80%
+        ((0.78, 0.82, 0.81, 0.85), 0.05),  # both are sparser
+        ((0.6, 0.81, 0.6, 0.99), 0.141),  # they are too far apart to interpolate
     ):
         found = [ended(*each) for each in zip(planned, sparsities, strict=True)]
         assert compare.wider(planned, found, (0.8,)) == {"grda": [0.1, 0.2, value]}
@@ -301,7 +301,7 @@ def test_a_sparsity_that_nothing_leads_to_does_not_keep_others_from_being_enclos
 
 
 def points(method: str, seed: int = 0, **accuracy: float) -> list[Point]:
-    """Points at the sparsities in the names: s90=93.0 is 93 % at 90 %."""
+    """Return points at the sparsities in the names: s90=93.0 is an accuracy of 93% at a sparsity of 90%."""
     return [Point(method, name, seed, int(name[1:]) / 100, value) for name, value in accuracy.items()]
 
 
@@ -327,12 +327,12 @@ def test_beyond_the_runs_nothing_is_said_but_what_the_nearest_one_gave(sparsity:
 
 
 def test_a_sparser_run_says_what_its_method_has_at_least() -> None:
-    """A method is not left out for being better: 94.5 with fewer weights left ranks above 94.4."""
+    """A method is not left out because its runs are sparser: 94.5% with fewer weights ranks above 94.4%."""
     sparser, other = rank([*points("swept", s92=94.5, s98=93.0), *points("preset", s90=94.4)], [0.9])
     assert (sparser.rank, sparser.method, sparser.sparsity, sparser.accuracy.mean) == (1, "swept", 0.92, 94.5)
     assert sparser.source == "at least: s92 (92.0%)"
     assert other.rank == 2
-    assert not read_at(points("swept", s98=93.0), 0.95).is_there  # with less than half as many weights left
+    assert not read_at(points("swept", s98=93.0), 0.95).is_there  # fewer than half as many weights: too sparse
 
 
 def test_the_runs_of_the_first_seed_are_named() -> None:
@@ -389,7 +389,7 @@ def test_a_seed_without_runs_around_a_sparsity_does_not_speak_for_its_method() -
 
 def test_the_gap_to_dense_training_is_that_of_a_paired_t_test() -> None:
     pruned, dense = {0: 93.1, 1: 94.0, 2: 93.2, 7: 91.0}, {2: 93.9, 1: 94.1, 0: 93.5, 5: 99.0}
-    gap, margin = paired_gap(pruned, dense)  # over the seeds that both have
+    gap, margin = paired_gap(pruned, dense)  # over the seeds 0, 1 and 2, which both have
     expected = ttest_rel([93.1, 94.0, 93.2], [93.5, 94.1, 93.9]).confidence_interval(0.95)
     assert (gap - margin, gap + margin) == pytest.approx((expected.low, expected.high))
 
@@ -410,11 +410,11 @@ def test_the_ranking_tells_what_pruning_costs_against_dense_training_of_the_same
     ]
     first, pruned = comparison.ranking(rows, [0.9])
     assert (pruned.gap, pruned.seeds) == (-0.75, 2)
-    assert pruned.gap_margin == pytest.approx(0.25 * 12.706, abs=1e-3)  # of one degree of freedom
+    assert pruned.gap_margin == pytest.approx(0.25 * 12.706, abs=1e-3)  # t(0.975) for one degree of freedom
     assert math.isnan(first.gap)
     assert "-0.75 ± 3.18" in pruned.cells()
     assert "95% confidence" in " ".join(comparison.notes(rows))
-    assert "95% confidence" not in " ".join(comparison.notes(rows[1:2]))  # of a pruned network alone
+    assert "95% confidence" not in " ".join(comparison.notes(rows[1:2]))  # no dense run to compare with
 
 
 def test_times_of_different_devices_are_not_averaged() -> None:
@@ -444,7 +444,7 @@ def test_every_method_starts_alike_and_sees_the_same_minibatches(tmp_path: Path)
     dense, pruned = (
         runs.load(tmp_path / "runs" / name).records() for name in ("sgd-s0", "magnitude-one-shot-sparsity0.8-s0")
     )
-    assert numbers(dense[:1]) == numbers(pruned[:1])  # bit for bit, until the other half of training begins
+    assert numbers(dense[:1]) == numbers(pruned[:1])  # bit for bit the same, until one is pruned at half time
     assert dense[1].train_loss == pruned[1].train_loss
     assert dense[2].train_loss != pruned[2].train_loss
     parts = [assemble(trial.recipe, device=CPU, root=None) for trial in plan(SHORT, batches=4)]
@@ -469,7 +469,7 @@ def test_all_methods_go_on_after_any_stop_as_if_nothing_had_happened(tmp_path: P
         assert states[0] is not None
         assert states[1] is not None
         torch.testing.assert_close(states[0][1]["model"], states[1][1]["model"], rtol=0, atol=0)
-        assert checkpoint.epochs(whole.checkpoints) == [SHORT.epochs]  # nothing else is kept
+        assert checkpoint.epochs(whole.checkpoints) == [SHORT.epochs]  # only the last checkpoint is kept
 
 
 def test_runs_that_have_ended_are_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,7 +490,7 @@ def test_the_tables_stand_for_runs_that_are_elsewhere(tmp_path: Path, monkeypatc
         folder.mkdir()
         for name in ("comparison.csv", "layers.csv"):
             shutil.copy(here / name, folder / name)
-    assert repr(comparison.read(there)) == repr(whole)  # with nan in them
+    assert repr(comparison.read(there)) == repr(whole)  # as text, because NaN in the rows is not equal to itself
     with monkeypatch.context() as patch:
         patch.setattr(series, "conduct", lambda *_, **__: pytest.fail("it trains again"))
         again = [step.row for step in run(trials_of(), there)]
@@ -501,7 +501,8 @@ def test_the_tables_stand_for_runs_that_are_elsewhere(tmp_path: Path, monkeypatc
         "magnitude-sparsity0.5-s0",
         "magnitude-sparsity0.8-s0",
     }
-    runs.create(there / "runs" / "sgd-s0", trials_of(methods=("sgd",))[0].recipe)  # begun there, and ended elsewhere
+    # This run has only begun here; it must not hide the row of the same run, which ended elsewhere.
+    runs.create(there / "runs" / "sgd-s0", trials_of(methods=("sgd",))[0].recipe)
     comparison.write(comparison.read(there), there, [0.5])
     assert len(read_rows(there / "comparison.csv", comparison.Row)) == len(whole) + 2
     with pytest.raises(ValueError, match=r"comparison.csv has runs of resnet18-cifar10 .*epochs=4.*epochs=9"):
@@ -531,7 +532,8 @@ def test_a_trial_that_has_lost_its_last_record_is_not_judged_by_an_earlier_one(t
     with pytest.raises(ValueError, match=r"metrics\.jsonl ends at epoch 3, but the run has 4; restore it .* or remove"):
         comparison.read(tmp_path)
     shutil.rmtree(folder)
-    [noted] = [each.row for each in comparison.read(tmp_path)]  # as the message says
+    # Once the folder is removed, as the message advises, the row in the table counts.
+    [noted] = [each.row for each in comparison.read(tmp_path)]
     assert (noted.run, noted.test_accuracy, noted.epochs) == (row.run, row.test_accuracy, 4)
 
 
@@ -545,14 +547,14 @@ def test_a_trial_that_diverges_is_told_and_the_others_go_on(tmp_path: Path) -> N
     found = comparison.read(tmp_path)
     assert [row.method for row in comparison.ranking(found, [0.5])] == ["rigl"]  # no number of a broken run is shown
     assert any("sgd-s0 diverged" in line for line in comparison.notes(found))
-    assert len(run(planned, tmp_path)) == 2  # it is not tried again
+    assert len(run(planned, tmp_path)) == 2  # the run that diverged is not tried again
 
 
 def test_runs_of_another_comparison_are_refused(tmp_path: Path) -> None:
     run(trials_of(methods=("sgd",)), tmp_path)
     with pytest.raises(ValueError, match=r"sgd-s0 was trained with epochs=4, .* epochs=9; give another --out"):
         run(trials_of(replace(SHORT, epochs=9)), tmp_path)
-    run(trials_of(methods=("sgd", "rigl"), seeds=2, sparsities=(0.6,)), tmp_path)  # more of the same may join
+    run(trials_of(methods=("sgd", "rigl"), seeds=2, sparsities=(0.6,)), tmp_path)  # more runs of the recipe may join
 
 
 def test_a_trial_that_cannot_begin_leaves_nothing_in_the_way_of_the_next(tmp_path: Path) -> None:
@@ -562,7 +564,7 @@ def test_a_trial_that_cannot_begin_leaves_nothing_in_the_way_of_the_next(tmp_pat
 
 
 def test_models_that_cannot_share_compiled_code_never_use_up_the_room_for_it() -> None:
-    """Without a reset torch would give up compiling at the third graph of a function."""
+    """Without a reset, torch would give up compiling a function after two graphs of it."""
     [trial, *_] = trials_of(methods=("str",))
     with torch._dynamo.config.patch(recompile_limit=2):
         for _ in range(4):
@@ -575,7 +577,7 @@ def test_models_that_cannot_share_compiled_code_never_use_up_the_room_for_it() -
     torch.compiler.reset()
 
 
-# ---- what is left of them
+# ---- their tables and figures
 
 
 @pytest.fixture(scope="module")
@@ -739,7 +741,7 @@ def test_ctrl_c_saves_the_running_trial_and_the_same_command_goes_on(
     assert stopped.exit_code == 130
     assert "Stopping after this epoch" in stopped.stderr
     folder = Path("runs") / "str-decay0.3-s0"
-    assert checkpoint.epochs(tmp_path / "out" / folder / "checkpoints") == [0, 2]  # the epoch that had begun
+    assert checkpoint.epochs(tmp_path / "out" / folder / "checkpoints") == [0, 2]  # epoch 2 had begun and was completed
     for out in ("out", "whole"):
         objects(call(*words, "--out", tmp_path / out))
     one, other = (runs.load(tmp_path / out / folder).records() for out in ("out", "whole"))
@@ -747,7 +749,7 @@ def test_ctrl_c_saves_the_running_trial_and_the_same_command_goes_on(
 
 
 def test_the_table_can_be_read_at_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table contains every method, and what a GPU and several seeds add."""
+    """The table has a row for every method, and the columns that a GPU and several seeds add."""
     names = [name for name in trials.CONTESTANTS if name != "sgd"]
     rows = [
         comparison.RankRow(
@@ -767,7 +769,8 @@ def test_the_table_can_be_read_at_a_narrow_terminal(tmp_path: Path, monkeypatch:
     lines = call("compare", "--no-train", "--sparsity", "0.8,0.9,0.9", "--out", tmp_path).stdout.splitlines()
     assert max(map(len, lines)) <= 80
     for number in ("± 10.12", "± 10.56"):
-        assert sum(number in line for line in lines) == len(rows), number  # a line each, and no sparsity twice
+        # One line per row; the sparsity that is given twice is shown once.
+        assert sum(number in line for line in lines) == len(rows), number
 
 
 def test_published_numbers_are_drawn_without_a_run(tmp_path: Path) -> None:

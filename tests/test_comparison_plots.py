@@ -74,7 +74,7 @@ def test_the_axis_is_logarithmic_in_what_is_left() -> None:
     [axes] = tradeoff([GRDA]).axes
     assert axes.get_xticks().tolist() == [90, 95, 98]
     place = axes.transData.transform([(x, 93.0) for x in (90.0, 95.0, 98.0)])[:, 0]
-    # Halving what is left is a step of the same length anywhere: 10 → 5 is log 2, 5 → 2 is log 2.5.
+    # The distance is the logarithm of the ratio of the weights left: 10% → 5% is log 2, 5% → 2% is log 2.5.
     assert (place[2] - place[1]) / (place[1] - place[0]) == pytest.approx(math.log(2.5) / math.log(2))
 
 
@@ -160,7 +160,7 @@ def test_layers_stand_in_network_order_with_the_marks_of_their_kinds() -> None:
 
 
 def test_layers_that_are_nearly_empty_stand_apart() -> None:
-    """97, 99 and 99.9% at equal distances; what is quite empty lies on the edge, which is not infinitely far."""
+    """0, 90, 99 and 99.9% are at equal distances; sparser layers lie on the edge, as 100% would be infinitely far."""
     given = [LayerBar("gRDA", str(i), "linear", s) for i, s in enumerate((0.2, 0.9, 0.99, 0.999, 0.9999, 1.0))]
     [axes] = layerwise(given).axes
     assert axes.get_ylim() == pytest.approx((0, 99.9))
@@ -172,7 +172,7 @@ def test_layers_that_are_nearly_empty_stand_apart() -> None:
 
 
 def test_error_bars_at_one_sparsity_stand_side_by_side() -> None:
-    """In the order of the curves and around the sparsity; what has no bar, or no neighbour, stays where it is."""
+    """They stand around it in the order of the curves; a point without a bar, or without a neighbour, is not moved."""
     names = ("magnitude", "rigl", "amc")
     curves = [Curve(name, [0.9, 0.95], [93.0, 92.0], spread=[0.5, math.nan]) for name in names]
     [axes] = tradeoff([*curves, Curve("gRDA", [0.8], [93.0], spread=[0.5])]).axes

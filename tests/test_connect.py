@@ -84,7 +84,7 @@ def normalised(seed: int) -> nn.Sequential:
 
 
 class Growing(nn.Module):
-    """A layer whose buffer changes in training and, unlike BatchNorm's, matters there."""
+    """A layer with a buffer that changes in training and that, unlike BatchNorm's, affects the output there."""
 
     scale: Tensor
 
@@ -181,7 +181,7 @@ def test_mixed_precisions_are_kept() -> None:
 
 
 class Noting(nn.Module):
-    """Follows the mean of what it sees, even in eval mode."""
+    """Keeps a running mean of its inputs, even in eval mode."""
 
     def __init__(self, rebinds: bool) -> None:
         super().__init__()
@@ -260,11 +260,11 @@ def test_one_uniform_t_a_minibatch() -> None:
             return super().point(t)
 
     fit(RING, Watched(at(1, 0), at(0, 1)), NO_CLASSES, epochs=50, loss_fn=output_itself)
-    drawn.pop(0)  # the check of architecture looks at one point
+    drawn.pop(0)  # the check that curve and model match takes one point
     ordered = torch.tensor(drawn).sort().values
     ranks = torch.arange(1, len(drawn) + 1) / len(drawn)
     assert len(set(drawn)) == 50 * 20
-    assert (ordered - ranks).abs().max() < 1.63 / math.sqrt(len(drawn))  # Kolmogorov and Smirnov, 1%
+    assert (ordered - ranks).abs().max() < 1.63 / math.sqrt(len(drawn))  # Kolmogorov-Smirnov test at the 1% level
 
 
 def test_the_schedule_sets_the_recorded_learning_rate() -> None:
@@ -308,7 +308,7 @@ def test_a_resumed_fit_equals_an_uninterrupted_one_bit_for_bit(device: str) -> N
 
 
 def test_fitting_uses_dropout_and_batch_statistics() -> None:
-    """In training mode a network that is all dropout loses its whole output with p = 1: the loss is log 2."""
+    """A dropout of 1 zeroes all logits, which gives a loss of log 2; it acts only if the fit uses training mode."""
     model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(1.0))
     curve = BezierCurve(take(model), {name: w + 1 for name, w in take(model).items()})
     (record,) = fit(model.eval(), curve, loaders_of(points_of(40, size=20)), epochs=1)
@@ -349,7 +349,7 @@ def test_a_loader_without_epochs_is_iterated_anew_for_each() -> None:
         curve = BezierCurve(*ends)
         records = fit_curve(nn.Linear(2, 2, bias=False), curve, loaders, epochs=2, seed=seed)
         losses.append([record.loss for record in records])
-    assert losses[0] == losses[1] != losses[2]  # its order follows from the seed too
+    assert losses[0] == losses[1] != losses[2]  # the order of a shuffling loader follows from the seed too
 
 
 def test_what_is_not_weights_by_name_and_a_fit_without_epochs_are_refused() -> None:
@@ -361,9 +361,9 @@ def test_what_is_not_weights_by_name_and_a_fit_without_epochs_are_refused() -> N
 
 
 def test_compiled_networks_fit_and_measure_as_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled once for the common batch of the fit, and for every shape and mode that is measured."""
+    """The fit compiles once, for batches of the common size; measuring compiles for every size."""
     compiled_for: list[tuple[int, ...]] = []
-    torch.compiler.reset()  # a function is compiled for eight kinds of arguments at most: those of other tests count
+    torch.compiler.reset()  # torch compiles a function for at most eight kinds of arguments, other tests' included
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         compiled_for.append(next(tuple(x.shape) for x in inputs if x.shape[1:] == (3, 8, 8)))
@@ -372,7 +372,7 @@ def test_compiled_networks_fit_and_measure_as_plain_ones(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     start, end = take(convolutional(1)), take(convolutional(2))
     loaders = loaders_of(points_of(56, size=16, shape=(3, 8, 8)))
-    monkeypatch.setattr(Batches, "epoch", lambda self, epoch: iter(self))  # the short batch last
+    monkeypatch.setattr(Batches, "epoch", lambda self, epoch: iter(self))  # not shuffled: the short batch comes last
     results = []
     for compiled in (False, True):
         curve = BezierCurve(start, end)
@@ -420,7 +420,7 @@ def with_shared_layer(seed: int) -> nn.Sequential:
 
 
 def test_a_shared_layer_is_fitted_and_measured_as_one() -> None:
-    """Against a loop in which the network is written out."""
+    """Compare with a loop in which the network is written out by hand."""
     start, end = take(with_shared_layer(1)), take(with_shared_layer(2))
     loaders = SimpleNamespace(train=points_of(60, size=20), test=points_of(20, size=20))
     model = with_shared_layer(3)
@@ -434,7 +434,7 @@ def test_a_shared_layer_is_fitted_and_measured_as_one() -> None:
     fitted, expected = BezierCurve(start, end), BezierCurve(start, end)
     fit(model, fitted, loaders, epochs=1, seed=0, optimizer=torch.optim.SGD(fitted.parameters(), lr=0.1))
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    torch.manual_seed(1)  # that of epoch 1
+    torch.manual_seed(1)  # as the fit does for epoch 1 with seed=0
     for inputs, targets in loaders.train:
         t = torch.rand((), dtype=torch.float64).item()
         optimizer.zero_grad()
@@ -448,7 +448,7 @@ def test_a_shared_layer_is_fitted_and_measured_as_one() -> None:
 
 
 class Nested(nn.Module):
-    """`normalised` behind a nesting of inputs and outputs."""
+    """`normalised`, with nested inputs and outputs."""
 
     def __init__(self, seed: int, key: Any, pack: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -488,7 +488,7 @@ def test_whole_numbers_that_are_no_classes_have_no_error() -> None:
 
 
 def test_a_single_example_is_left_out_of_the_statistics_and_refused_by_the_fit() -> None:
-    """The batch of one still counts in the loss."""
+    """In the measured loss, the batch of one still counts."""
     batches = points_of(41, size=20)
     curve = BezierCurve(take(normalised(1)), take(normalised(2)))
     point = curve_profile(normalised(0), curve, loaders_of(batches), 2).points[0]
@@ -520,7 +520,7 @@ def test_what_a_fit_cannot_use_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="optimizer is LBFGS, whose step needs a closure"):
         fit(model, curve, loaders, optimizer=torch.optim.LBFGS(curve.parameters()))
     scheduled = torch.optim.SGD(curve.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(scheduled, 1)  # which wraps the optimizer's step
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)  # wraps the optimizer's step, which must still be accepted
     assert len(fit(model, curve, loaders, epochs=1, optimizer=scheduled)) == 1
     with pytest.raises(ValueError, match=r"loaders\.train is an iterator, spent after one pass"):
         fit(model, curve, SimpleNamespace(train=iter(loaders.train)))
@@ -601,7 +601,7 @@ if torch.cuda.is_available():
             fit(normalised(0).cuda(), curve, loaders, optimizer=torch.optim.SGD(curve.parameters()), capture=True)
 
 
-# What was borrowed is restored.
+# The caller's model and random state.
 
 
 def lent_state(model: nn.Module) -> dict[str, Any]:
@@ -644,7 +644,7 @@ def test_model_and_random_state_are_untouched_even_between_epochs_and_points(dev
 
 
 def plain_scores(model: nn.Module, weights: Weights, loaders: Loaders) -> list[float]:
-    """Loss and error over all samples at once, after torch's own re-estimation of BatchNorm."""
+    """Return losses and errors over all samples at once, after torch's own re-estimation of BatchNorm."""
     network = copy.deepcopy(model)
     put(network, weights)
     update_bn(loaders.train, network)
@@ -663,8 +663,8 @@ def plain_scores(model: nn.Module, weights: Weights, loaders: Loaders) -> list[f
 def test_the_evaluator_agrees_with_a_plain_loop(
     device: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several weights one after another, and the first again; equal training batches, a ragged test batch."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # or batches of another size round otherwise
+    """For several weights in turn, and the first ones again; with equal training batches and a ragged test batch."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # its rounding depends on the batch size
     train, test = points_of(48, size=16, shape=(3, 8, 8)), points_of(35, size=16, seed=1, shape=(3, 8, 8))
     loaders = loaders_of(on(device, train), on(device, test))
     model = convolutional(0).to(device)

@@ -106,7 +106,7 @@ def test_the_ends_score_what_training_recorded(finished: tuple[Path, list[Progre
     rows = table(finished[0] / "profile.csv")
     for run, index in zip(pair, (0, 2), strict=True):
         last = runs.load(run).records()[-1]
-        for row in (rows[index], rows[3 + index]):  # of the curve and of the line
+        for row in (rows[index], rows[3 + index]):  # the curve's rows come first, then those of the line
             assert float(row["test_loss"]) == pytest.approx(last.test_loss, rel=1e-4)
             assert 100 - float(row["test_error"]) == pytest.approx(last.test_accuracy)
 
@@ -176,9 +176,9 @@ def test_the_report_names_networks_and_barriers(finished: tuple[Path, list[Progr
 
 def test_where_no_barrier_is_it_has_no_place(finished: tuple[Path, list[Progress]], tmp_path: Path) -> None:
     summary = json.loads((finished[0] / "summary.json").read_text())
-    summary["curve"] |= {"barrier": 0.0, "test_barrier": 2e-4}  # of a whole job they depend on the machine
+    summary["curve"] |= {"barrier": 0.0, "test_barrier": 2e-4}  # the job's own depend on the machine
     summary["curve"]["highest_test"]["t"] = 0.25
-    summary["line"] |= {"barrier": None}  # as infinity and NaN are written
+    summary["line"] |= {"barrier": None}  # how infinity and NaN are written
     summary["line"]["highest"]["t"] = 0.5
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     curve, line = told(tmp_path)[2]
@@ -206,7 +206,7 @@ def test_a_job_interrupted_after_every_step_gives_the_same_numbers(
     while not (out / "summary.json").exists():
         sessions += 1
         for step in connect(*pair, out, SMALL, device=CPU):
-            if step.note:  # the first one that this session took
+            if step.note:  # the first step that was computed now, not read from the folder
                 stages.append(step.what)
                 break
     assert stages == ["fit"] * 2 + ["curve"] * 3 + ["line"] * 3 + ["plane"] * 4
@@ -219,7 +219,7 @@ def test_ctrl_c_keeps_the_epochs_that_were_fitted(
 ) -> None:
     def pressed(*arguments: Any, **options: Any) -> Iterator[FitRecord]:
         for record in fit_curve(*arguments, **options):
-            signal.raise_signal(signal.SIGINT)  # before the epoch is handed on
+            signal.raise_signal(signal.SIGINT)  # before the job gets the record of this epoch
             yield record
 
     fit_curve = connectivity.fit_curve
@@ -270,7 +270,7 @@ def test_a_fit_that_has_lost_its_records_keeps_its_curve(
 def test_a_finished_job_is_not_computed_again(
     pair: tuple[Path, Path], finished: tuple[Path, list[Progress]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same holds for runs that have been moved: their weights identify them."""
+    """Not even if a run has been moved: runs are identified by their weights."""
     out, moved = tmp_path / "job", tmp_path / "moved"
     shutil.copytree(finished[0], out)
     shutil.copytree(pair[0], moved)
@@ -294,7 +294,7 @@ def test_without_a_fit_there_is_the_line_alone(
 
 
 def test_the_plane_can_be_measured_on_fewer_examples(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Without a margin the first place of the grid is the start."""
+    """Without a margin, the first point of the grid is the network at the start of the curve."""
     options = replace(SMALL, epochs=1, points=2, margin=0.0, plane_examples=200)
     for _ in connect(*pair, tmp_path / "job", options, device=CPU):
         pass
@@ -387,7 +387,7 @@ def test_networks_with_shared_weights_are_joined(tmp_path: Path) -> None:
     losses = [(len(y), torch.nn.functional.cross_entropy(network(x), y).item()) for x, y in test]
     own_loss = sum(n * loss for n, loss in losses) / sum(n for n, _ in losses)
     first = next(row for row in table(tmp_path / "job" / "profile.csv") if row["path"] == "curve")
-    # The statistics are those of all the training data here, and an average over the last steps there.
+    # The job estimates BatchNorm's statistics on all training data; the run's are an average over its last steps.
     assert float(first["test_loss"]) == pytest.approx(own_loss, rel=0.2)
     assert torch.equal(network.again.weight, network.first.weight)
 
@@ -437,7 +437,7 @@ def test_another_job_and_other_files_are_never_overwritten(
         start(pair[1], pair[0], out)
     with pytest.raises(runs.RunExists) as refusal:
         start(pair[1], pair[0], out)
-    assert "weights_" not in str(refusal.value)  # hashes tell nobody anything
+    assert "weights_" not in str(refusal.value)  # hashes would tell the user nothing
     for other in (pair[0], out / "figures"):
         with pytest.raises(runs.RunExists, match="is not a job"):
             start(*pair, other)
@@ -449,11 +449,11 @@ def test_a_fit_that_diverges_says_what_to_do(pair: tuple[Path, Path], tmp_path: 
         list(connect(*pair, tmp_path / "job", replace(SMALL, lr=1e20), device=CPU))
 
 
-# Beside the published curves.
+# The published curves.
 
 
 def test_the_published_curves_have_the_published_barriers() -> None:
-    """The table of barriers in the paper's source, and the 61 points that are shipped, were taken from other files."""
+    """The barriers are those of a table in the paper's source; the 61 points that are shipped come from other files."""
     vgg = {0.4: 0.0024, 0.51: 0.0041, 0.6: 0.0021, 0.7: 0.0320}
     wrn = {0.501: 7e-5, 0.55: 1.2e-4, 0.6: 2.9e-4, 0.65: 4.3e-4}
     for settings, barriers in (
@@ -536,7 +536,7 @@ def test_errors_that_stay_above_zero_have_the_whole_axis(least: float, scale: st
 def test_an_error_of_zero_does_not_lie_under_the_axis(top: float) -> None:
     axes = Figure().subplots()
     _scale(axes, np.array([0.0, top]), "train_error")
-    assert axes.transAxes.inverted().transform(axes.transData.transform((0, 0)))[1] > 0.02  # of the height
+    assert axes.transAxes.inverted().transform(axes.transData.transform((0, 0)))[1] > 0.02  # of the axes' height
 
 
 def drawn_plane(height: float, errors: np.ndarray) -> list[Axes]:
@@ -567,7 +567,7 @@ def test_a_flat_plane_is_not_drawn_to_scale_and_says_so(height: float, aspect: o
     for axes in drawn_plane(height, np.linspace(1.0, 2.0, 9).reshape(3, 3)):
         assert axes.get_aspect() == aspect
         assert ("not to scale" in axes.get_ylabel()) == (aspect == "auto")
-        assert axes.get_position().height * axes.figure.get_figheight() > 0.8  # inches
+        assert axes.get_position().height * axes.figure.get_figheight() > 0.8  # its height in inches
 
 
 @pytest.mark.parametrize("least", [1e-9, 1e-5])

@@ -39,7 +39,7 @@ def convnet() -> nn.Module:
         nn.Dropout(0.5),
         nn.Linear(12, 3),
     ).double()
-    model(torch.randn(20, 1, 6, 6, dtype=torch.float64))  # BatchNorm statistics that are not 0 and 1
+    model(torch.randn(20, 1, 6, 6, dtype=torch.float64))  # so that BatchNorm's statistics are not 0 and 1
     return model
 
 
@@ -83,7 +83,7 @@ def dense_hessian(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor],
     def loss(w: Tensor) -> Tensor:
         return loss_fn(functional_call(model, unflatten(w, weights), (inputs,)), targets)
 
-    # Only the plain formula of attention has the forward mode that this needs.
+    # torch.func.hessian needs forward-mode derivatives, which of attention's kernels only the plain one has.
     with sdpa_kernel(SDPBackend.MATH):
         return hessian(loss)(flatten(weights))
 
@@ -141,7 +141,7 @@ def test_a_subset_of_parameters_is_a_block_of_the_hessian() -> None:
 @pytest.fixture
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Let torch.compile capture and replay graphs without generating code; return what was captured, graph by graph."""
-    from torch._dynamo import lookup_backend  # here, because it takes a second
+    from torch._dynamo import lookup_backend  # imported here, because it takes a second
 
     graphs: list[Any] = []
     compile_ = torch.compile
@@ -243,7 +243,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_shared_layers_and_tied_weights(compiled: bool, kind: str, quick_compiler: list[Any]) -> None:
-    """Against the same function written out, whose Hessian torch.func computes."""
+    """Compare with what torch.func computes for the same network, written out as a function."""
     model, batches = Tied().double(), unequal_batches(4)
     inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
     weights = take(model)
@@ -273,7 +273,7 @@ def test_shared_layers_and_tied_weights(compiled: bool, kind: str, quick_compile
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("dim", [0, 1, None])
 def test_weight_norms_have_the_derivative_of_their_gradient(dim: int | None) -> None:
-    """Against central differences of the gradient: torch's own second derivative of dim=0 is not even symmetric."""
+    """Compare with central differences of the gradient: torch's second derivative for dim=0 is not even symmetric."""
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3), dim=dim)
     model = nn.Sequential(layer, nn.Tanh(), nn.Linear(3, 3)).double()
     batches, parameters = unequal_batches(4)[:1], list(model.parameters())
@@ -402,7 +402,7 @@ def test_autocast_is_a_dtype() -> None:
 
 
 class Square(torch.autograd.Function):
-    """x², with a derivative that can be differentiated, and no forward mode."""
+    """x², with a derivative that can be differentiated again, but no forward mode."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -420,7 +420,7 @@ class Squared(nn.Linear):
         return Square.apply(super().forward(x))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, on its way to the error
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, before it raises the error
 @pytest.mark.usefixtures("quick_compiler")
 def test_what_cannot_be_compiled_is_told_with_the_remedy() -> None:
     model, batches, loss_fn = Squared(4, 3).double(), unequal_batches(4), nn.CrossEntropyLoss()
@@ -429,7 +429,7 @@ def test_what_cannot_be_compiled_is_told_with_the_remedy() -> None:
     with pytest.raises(NotImplementedError, match=r"cannot be compiled .*jvp.*; leave compiled out"):
         HessianOperator(model, loss_fn, batches, compiled=True) @ vector
     wrong = [(torch.zeros(2, 99, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))]
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):  # the user's own error, as without compiling
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):  # the user's mistake, raised as without compiling
         HessianOperator(mlp(), loss_fn, wrong, compiled=True) @ torch.ones(53, dtype=torch.float64)
 
 
@@ -449,7 +449,7 @@ def test_a_lower_precision_is_near_and_the_same_however_it_is_made(kind: str) ->
 
 def test_agrees_with_curvlinops() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its imports are not ours to answer for
+        warnings.simplefilter("ignore")  # importing curvlinops may warn
         from curvlinops import HessianLinearOperator
 
     model, batches, loss_fn = convnet().float().eval(), unequal_batches(1, 6, 6), nn.CrossEntropyLoss()
@@ -465,7 +465,7 @@ def test_agrees_with_curvlinops() -> None:
 
 
 class Counting(nn.Module):
-    """A module that writes to its buffer, draws and has submodules in different modes."""
+    """A module that writes to its buffer, draws random numbers, and has submodules that depend on the mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -605,7 +605,7 @@ def test_largest_are_found_beside_larger_negative_and_clustered_ones(basis_size:
 
 
 def test_no_eigenvalue_is_passed_over_at_a_loose_tolerance() -> None:
-    """The ninth and the tenth are close; a residual of 0.5% is reached by the ninth and the eleventh before them."""
+    """The ninth and tenth are close: one of them and the eleventh may reach 0.5% before the other one appears."""
     leading = torch.tensor([22.44, 17.98, 13.29, 9.86, 9.43, 9.21, 7.67, 7.25, 6.46, 6.27, 5.67, 4.81, 4.61]).double()
     op, vectors = with_spectrum(torch.cat([leading, 3 * torch.linspace(-1, 1, 387, dtype=torch.float64) ** 5]))
     for seed in range(10):
@@ -716,7 +716,7 @@ def test_reported_residuals_are_the_true_ones() -> None:
 
 
 def test_a_better_operator_judges_what_a_rough_one_found() -> None:
-    """The rough one sees no error in its pairs; in their span the exact one has better values, and true residuals."""
+    """The rough operator sees no error in its own pairs; the exact one finds better values in their span."""
     exact, _ = with_spectrum(torch.cat([LEADING, BULK]))
     noise = torch.randn(200, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rough = MatrixOperator(exact.matrix + 2e-3 * (noise + noise.T))
@@ -740,7 +740,7 @@ def test_single_precision_keeps_an_orthonormal_basis_through_restarts() -> None:
 
 @pytest.mark.parametrize("power", [-100, -75, 75, 100])
 def test_very_small_and_very_large_hessians_keep_their_digits(power: int) -> None:
-    """A power of two rounds nothing, so that all is the same but for that factor; squares would leave float32."""
+    """Powers of two cause no rounding, so results differ only by that factor; squares would not fit in float32."""
     matrix = with_spectrum(torch.cat([LEADING, BULK]))[0].matrix.float()
     expected = top_eigenpairs(MatrixOperator(matrix), 4, basis_size=10)
     pairs = top_eigenpairs(MatrixOperator(matrix * 2.0**power), 4, basis_size=10)
@@ -819,7 +819,7 @@ def test_hutchinson_estimates_the_exact_diagonal() -> None:
 
 
 class Cut(nn.Sequential):
-    """A network without a derivative."""
+    """A network whose output is cut off from its parameters."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         with torch.no_grad():
@@ -829,7 +829,7 @@ class Cut(nn.Sequential):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", ["hessian", "gauss-newton"])
 def test_what_is_cut_off_from_the_parameters_is_refused(kind: Any, compiled: bool) -> None:
-    """Its Hessian would seem to be zero."""
+    """Otherwise its Hessian would seem to be zero."""
     data = [(torch.ones(2, 3), torch.zeros(2, 1))]
     options = {"kind": kind, "compiled": compiled}
     for model, loss in (
@@ -897,5 +897,5 @@ def test_odd_requests_of_eigenpairs() -> None:
     pairs = top_eigenpairs(matrix, numpy.int64(1))
     assert not pairs.values.requires_grad
     torch.testing.assert_close(pairs.values, torch.tensor([4.0]))
-    with pytest.raises(ValueError, match="too coarse"):  # the first product closed the space: 1.76 instead of 4
+    with pytest.raises(ValueError, match="too coarse"):  # the search would stop after one product, at 1.76 instead of 4
         top_eigenpairs(matrix.detach().bfloat16(), 1)

@@ -26,7 +26,7 @@ GREY = Normalization((0.0,), (1.0,))
 
 
 def numbered(examples: int, **batching: int) -> ResidentLoader:
-    """Examples whose target is their index, so that the targets show the order of a pass."""
+    """Return a loader of examples whose target is their index, so that the targets show the order of a pass."""
     images = torch.randint(256, (examples, 1, 6, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     return ResidentLoader(images, torch.arange(examples), Batching(**{"seed": 0, **batching}), GREY, padding=2)
 
@@ -37,7 +37,7 @@ def same(a: list[Batch], b: list[Batch]) -> bool:
 
 
 def crop_flip_reference(image: Tensor, draw: Tensor, padding: int) -> Tensor:
-    """Compute crops pixel by pixel: the source of each output pixel, or black outside the image."""
+    """Crop and flip pixel by pixel: take the source of each output pixel, or black outside the image."""
     top, left, flip = draw.tolist()
     height, width = image.shape[1:]
     out = torch.zeros_like(image)
@@ -51,7 +51,7 @@ def crop_flip_reference(image: Tensor, draw: Tensor, padding: int) -> Tensor:
 
 
 def write_cifar(root: Path, name: str, records: int = 20) -> dict[str, bytes]:
-    """A tiny set in the official layout, with random pixels; returns each file's content."""
+    """Write a tiny set in the official layout, with random pixels; return each file's content."""
     layout = LAYOUTS[name]
     source = torch.Generator().manual_seed(7)
     (root / layout.folder).mkdir(parents=True)
@@ -124,7 +124,7 @@ def test_the_next_pass_is_drawn_ahead_and_is_the_same() -> None:
         passes = [[torch.cat(part) for part in zip(*of.epoch(epoch), strict=True)] for of in (loader, fresh())]
         torch.testing.assert_close(*passes, rtol=0, atol=0)
         assert list(loader._plans) == [epoch + 1]
-    next(loader.epoch(3))  # and left there
+    next(loader.epoch(3))  # a pass that is not finished
     torch.testing.assert_close(list(loader.epoch(3)), list(fresh().epoch(3)), rtol=0, atol=0)
 
 

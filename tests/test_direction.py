@@ -1,4 +1,4 @@
-"""Definition 1 against its own minimisation problem, and the helpers around it against counting."""
+"""Definition 1 compared with its own minimisation problem, and the helpers around it with counting."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_everything_flat_is_soft_thresholding() -> None:
 
 
 def test_prune_minimises_the_penalised_distance() -> None:
-    """Against a search of ½(w − u)² + λ s|u| over a fine grid, coordinate by coordinate, scores of both signs."""
+    """Compare with a grid search for the minimum of ½(w − u)² + λ s|u| in each coordinate, for scores of both signs."""
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(40, generator=generator, dtype=torch.float64)
     score = 1.6 * torch.rand(40, generator=generator, dtype=torch.float64) - 0.6

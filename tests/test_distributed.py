@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from dirprune import GRDA
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed's own warnings
 OPTIONS: dict[str, Any] = {"lr": 0.1, "c": 0.02, "mu": 0.6, "momentum": 0.9}
 
 
@@ -90,7 +90,7 @@ def run_fsdp(rank: int, folder: Path) -> None:
 
 
 def run_fsdp_clamped(rank: int, folder: Path) -> None:
-    """Parameters that are written from outside between steps, sharded and whole."""
+    """Clamp the parameters between steps, sharded and whole: both must train alike."""
     model, optimizer = sharded()
     whole = network()
     other = GRDA(whole.parameters(), **OPTIONS)
@@ -135,8 +135,8 @@ def worker(rank: int, job: Callable[[int, Path], None], folder: Path, rendezvous
         job(rank, folder)
     finally:
         dist.destroy_process_group()
-    # Without the interpreter's own shutdown: gloo's threads may still be about to let go of the last collective's
-    # tensors, for which they need an interpreter, and abort the process when it is gone.
+    # Skip the interpreter's shutdown: gloo's threads may still have to release the tensors of the last collective. They
+    # need the interpreter for that, and abort the process if it is gone.
     os._exit(0)
 
 

@@ -89,13 +89,13 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(recipes, "_RECIPES", dict(recipes._RECIPES))  # a page may add its own
+    monkeypatch.setattr(recipes, "_RECIPES", dict(recipes._RECIPES))  # a page may register recipes
     namespace: dict[str, Any] = {"__name__": "page"}
     for block in filter(runs, blocks(page)):
         if block.kind == "python":
             code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", module=r"torch\.")  # torch's own, about its own code
+                warnings.filterwarnings("ignore", module=r"torch\.")  # torch's warnings about its own code
                 exec(code, namespace)
         else:
             for words in commands(block.text):

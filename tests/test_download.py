@@ -27,7 +27,7 @@ def member(name: str, data: bytes = b"", **attributes: object) -> tuple[tarfile.
 
 
 def tar(*extra: tuple[tarfile.TarInfo, bytes], content: dict[str, bytes] = CONTENT) -> bytes:
-    """The good archive (a folder, a readme that is not wanted, the files), with `extra` members before the files."""
+    """Pack the good archive (a folder, an unwanted readme, the files), with `extra` members before the files."""
     packed = io.BytesIO()
     files = [member(f"set/{name}", data) for name, data in content.items()]
     with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
@@ -71,7 +71,7 @@ def server() -> Iterator[Server]:
             self.wfile.write(state.body[start : start + limit])
 
         def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-            """Keeps the test's output quiet."""
+            """Log nothing, to keep the output of the tests short."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})

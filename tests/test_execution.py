@@ -45,7 +45,7 @@ def run(model: nn.Module, optimizer: Optimizer, execution: Execution, loaders: d
 
 
 def colour(seed: int = 0) -> nn.Sequential:
-    """A network whose inputs have several channels: only then do memory formats differ."""
+    """Return a network whose inputs have several channels: only then do memory formats differ."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 10))
 
@@ -104,18 +104,18 @@ def test_a_compiled_step_agrees_with_the_plain_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "compile", quickly)
     loaders, plain, fast = digits(400), noisy(), noisy()
     for model in (plain, fast):
-        model[3].p = 0.0  # a compiled graph draws its random numbers in its own order
+        model[3].p = 0.0  # no dropout, because a compiled graph draws random numbers in its own order
     expected = run(plain, make_grda(plain), Execution(), loaders)
     assert compiled == []
     found = run(fast, make_grda(fast), Execution(compile=True), loaders)
-    assert compiled == [fast, fast]  # to train, and to evaluate
+    assert compiled == [fast, fast]  # once for training and once for evaluation
     for ours, theirs in zip(numbers(found), numbers(expected), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
     torch.testing.assert_close(fast.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 def test_shares_weighed_by_their_scale_give_the_gradient_of_the_batch() -> None:
-    """DDP takes the mean over processes; here two of them share a batch of 5 as 4 and 1, or as 5 and nothing."""
+    """DDP averages over processes; here two of them share a batch of 5 as 4 and 1, or as 5 and 0."""
     inputs, targets = colour_batch(5)
     model = colour()
     cross_entropy(model(inputs), targets).backward()
@@ -172,7 +172,7 @@ def test_a_learning_rate_in_a_tensor_keeps_its_tensor() -> None:
 
 
 def test_what_a_rehearsal_makes_is_put_back_too() -> None:
-    """Lean weights have their accumulators before the first step, but no momentum yet."""
+    """As with lean weights, the accumulators exist before the first step, and momentum buffers do not."""
     model = nn.Linear(3, 2)
     optimizer = GRDA(model.parameters(), lr=0.1, c=0.01, momentum=0.9)
     for p in model.parameters():
@@ -190,7 +190,7 @@ def test_what_a_rehearsal_makes_is_put_back_too() -> None:
 
 
 def stand_in(model: nn.Module, optimizer: Optimizer) -> Callable[..., tuple[Any, object]]:
-    """Return a `record` that needs no GPU: what is recorded is undone, and a replay does it again."""
+    """Return a substitute for `record` that needs no GPU: it undoes the work that it records; a replay repeats it."""
 
     def recorded(work: Callable[[], object], *, rehearse: Callable[[], object], pool: Any) -> tuple[Any, object]:
         for _ in range(3):
@@ -206,8 +206,8 @@ def stand_in(model: nn.Module, optimizer: Optimizer) -> Callable[..., tuple[Any,
             for (p, place), own in zip(places, before, strict=True):
                 assert place is not None
                 assert p.grad is not None
-                place.copy_(p.grad)  # a graph writes its gradients where they were when it was recorded,
-                p.grad = own  # and sets no attribute
+                place.copy_(p.grad)  # a graph writes gradients to the tensors that they had when it was recorded,
+                p.grad = own  # and does not set the attribute
 
         return SimpleNamespace(replay=replay, pool=lambda: None), result
 
@@ -220,7 +220,7 @@ def stand_in(model: nn.Module, optimizer: Optimizer) -> Callable[..., tuple[Any,
 def test_steps_that_are_rehearsed_and_replayed_are_the_plain_ones(
     momentum: float, lean: bool, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, with batches of two sizes: neither restoring nor rounding is taken for weights that others wrote."""
+    """Bit for bit, with batches of two sizes: restored or rounded weights are not taken for a user's changes."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
     low, results = Execution(precision="bfloat16"), []
@@ -238,7 +238,7 @@ def test_steps_that_are_rehearsed_and_replayed_are_the_plain_ones(
                 step = CapturedStep(model, optimizer, tally, low)
                 step.prepare(colour_batch(8)[0], [8, 3])
                 starts = [(optimizer.state[p]["accumulator"], p.detach()) for p in model.parameters()]
-                assert used or lean or all(torch.equal(*start) for start in starts)  # not left to the first step
+                assert used or lean or all(torch.equal(*start) for start in starts)  # accumulators start at the weights
             gradients = []
             for size in (8, 3, 8, 8, 3, 8):
                 step(*colour_batch(size))
@@ -281,7 +281,7 @@ if torch.cuda.is_available():
             step(inputs, targets)
         return step.tally.losses.cpu()
 
-    @pytest.mark.filterwarnings("ignore")  # the compiler's advice
+    @pytest.mark.filterwarnings("ignore")  # the compiler's advice on performance
     @pytest.mark.parametrize("make", [captured_grda, captured_sgd])
     @pytest.mark.parametrize(
         "execution",
@@ -300,16 +300,16 @@ if torch.cuda.is_available():
             found = losses(step, work)
             results.append((found, sparsity(model).fraction, model.state_dict()))
         (found, zeros, state), (expected, expected_zeros, expected_state) = results
-        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)  # bfloat16 itself makes 0.01
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)  # bfloat16 alone causes 0.01
         assert expected[-10:].mean() < 0.8 * expected[:10].mean()  # it learned, so a lost update would show
         assert zeros == pytest.approx(expected_zeros, abs=0.01)
         torch.testing.assert_close(state["1.running_mean"], expected_state["1.running_mean"], rtol=0, atol=0.03)
         assert state["1.num_batches_tracked"] == expected_state["1.num_batches_tracked"] == 50
 
-    @pytest.mark.filterwarnings("ignore")  # the compiler's advice
+    @pytest.mark.filterwarnings("ignore")  # the compiler's advice on performance
     @pytest.mark.parametrize("make", [captured_grda, captured_sgd])
     def test_captured_wide_resnets_train_as_plain_ones(make: Callable[[nn.Module], Optimizer]) -> None:
-        """Whose compiled form leaves out the biases that BatchNorm takes away again."""
+        """Compiled, they leave out the biases of convolutions before BatchNorm, which would cancel them."""
         execution = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True)
         work = [(interpolate(x.expand(-1, 3, -1, -1), scale_factor=4.0), y) for x, y in batches([64] * 50)]
         results = []
@@ -349,7 +349,7 @@ if torch.cuda.is_available():
             return [round(loss, 5) for loss in tally.losses.tolist()]
 
         first = draw(1)
-        assert len(set(first)) == 5  # only the dropout differs
+        assert len(set(first)) == 5  # the five steps differ only in their dropout
         assert draw(1) == first
         assert draw(2) != first
 
@@ -384,7 +384,7 @@ if torch.cuda.is_available():
         assert torch.equal(torch.get_rng_state(), states[0])
         assert torch.equal(torch.cuda.get_rng_state(), states[1])
 
-    @pytest.mark.filterwarnings("ignore")  # the compiler's advice
+    @pytest.mark.filterwarnings("ignore")  # the compiler's advice on performance
     @pytest.mark.parametrize(
         ("fast", "rel"),
         [

@@ -34,10 +34,10 @@ from dirprune.lab.runs import Run
 from dirprune.lab.train import EpochRecord, evaluate
 
 CPU = torch.device("cpu")
-# Four steps an epoch, the last one short.
+# Four steps per epoch, the last one with a smaller batch.
 SHORT = replace(recipes.get("digits"), epochs=4, batch_size=400, c=0.05, seed=3)
-NOISY = replace(SHORT, model="test_train:noisy")  # dropout and BatchNorm
-# Every one of them acts more than once in sixteen steps, and AMC at the end of the second epoch.
+NOISY = replace(SHORT, model="test_train:noisy")  # a network with dropout and BatchNorm
+# Each method acts more than once in the sixteen steps; AMC first at the end of the second epoch.
 METHODS: dict[str, dict[str, Any]] = {
     "magnitude": {"sparsity": 0.8, "allocation": "global", "every": 3},
     "rigl": {"sparsity": 0.8, "every": 3},
@@ -57,7 +57,7 @@ RECIPES = {
     "noisy-exempt": replace(NOISY, exempt=("bias", "norm"), momentum=0.9, nesterov=True, weight_decay=1e-3),
 }
 
-# What a training process would otherwise import by itself, each time for seconds.
+# Import these once: otherwise, every training process would spend seconds on them.
 multiprocessing.set_forkserver_preload(["dirprune.lab.experiment", "sklearn.datasets", "torch._dynamo", "pytest"])
 
 
@@ -81,12 +81,12 @@ def assert_equal(run: Run, other: Run) -> None:
     assert ours["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
     assert ours["recipe"] == theirs["recipe"]
     for state in ours, theirs:
-        del state["optimizer"]["param_groups"], state["recipe"]  # torch's comparison knows no strings
+        del state["optimizer"]["param_groups"], state["recipe"]  # assert_close cannot compare strings
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def after(epoch: int) -> Callable[[], bool]:
-    """A stopping condition that becomes True after the given number of epochs."""
+    """Return a stopping condition that becomes True after the given number of epochs."""
     asked = itertools.count(1)
     return lambda: next(asked) >= epoch
 
@@ -125,12 +125,12 @@ def test_an_outcome_says_what_is_left_of_every_layer(tmp_path: Path) -> None:
     outcome = runs.load(run.folder).outcome()
     assert outcome is not None
     assert outcome.zeros is not None
-    assert (outcome.diverged, outcome.peak_memory_mib) == ("", None)  # no GPU here
+    assert (outcome.diverged, outcome.peak_memory_mib) == ("", None)  # memory is measured on a GPU only
     parts = assemble(run.recipe, device=CPU, root=None)
     parts.model.load_state_dict(runs.weights_of(run)[1])
     expected = {name: (tuple(p.shape), int((p == 0).sum())) for name, p in parts.model.named_parameters()}
     assert {layer.name: (layer.shape, layer.zeros) for layer in outcome.zeros.layers} == expected
-    (run.folder / "outcome.json").unlink()  # as if it was killed just before
+    (run.folder / "outcome.json").unlink()  # as if the run had been killed just before writing it
     finish(run)
     assert run.outcome() == outcome
 
@@ -246,7 +246,7 @@ def test_a_full_disk_loses_nothing_already_saved(tmp_path: Path, monkeypatch: py
 
 
 def breaking() -> nn.Module:
-    return Breaking(step=10, value=math.nan)  # the second of four in epoch 3
+    return Breaking(step=10, value=math.nan)  # the second of the four steps of epoch 3
 
 
 DIVERGING = replace(SHORT, model="test_experiment:breaking", lr=0.01)
@@ -275,7 +275,7 @@ def test_divergence_never_names_a_damaged_checkpoint(tmp_path: Path) -> None:
     truncate(run.checkpoints / "epoch-0002.pt")
     with (
         pytest.warns(CheckpointWarning, match="epoch-0001.pt, the newest"),
-        # The model is new, and counts from epoch 2 on.
+        # The resumed run has a new model, which counts its steps from epoch 2 on and breaks in epoch 4.
         pytest.raises(Diverged, match=r"epoch 4. The last good checkpoint is .*epoch-0001.pt"),
     ):
         finish(run, save_every=10)
@@ -310,7 +310,7 @@ def test_checkpoints_come_by_the_epoch_or_by_the_clock(tmp_path: Path, monkeypat
     assert saved == [0, 3, 6, 7]
     saved.clear()
     minutes = itertools.count()
-    monkeypatch.setattr(experiment.time, "monotonic", lambda: 31.0 * next(minutes))  # asked once or twice an epoch
+    monkeypatch.setattr(experiment.time, "monotonic", lambda: 31.0 * next(minutes))  # called once or twice per epoch
     finish(runs.create(tmp_path / "clock", replace(NOISY, epochs=6)))
     assert saved == [0, 2, 4, 6]
 
@@ -393,7 +393,7 @@ def test_a_run_that_is_left_or_fails_leaves_the_threads_as_they_were(tmp_path: P
     with pytest.raises(Diverged):
         finish(runs.create(tmp_path / "diverged", replace(recipe, optimizer="sgd", lr=1e18)))
     assert torch.get_num_threads() == 2
-    free = runs.create(tmp_path / "free", replace(recipe, cpu=Execution()))  # torch's own choice
+    free = runs.create(tmp_path / "free", replace(recipe, cpu=Execution()))  # does not set the threads
     finish(free)
     assert free.sessions()[0]["threads"] == 2
     with pytest.raises(ValueError, match="threads=-1"):
@@ -401,7 +401,7 @@ def test_a_run_that_is_left_or_fails_leaves_the_threads_as_they_were(tmp_path: P
 
 
 def test_a_run_goes_on_on_another_kind_of_machine(tmp_path: Path) -> None:
-    """Where steps are captured the learning rate is a tensor and SGD is fused; neither may leak out of a checkpoint."""
+    """Captured steps use a learning rate in a tensor and fused SGD; neither may come back from a checkpoint."""
     recipe = RECIPES["noisy-sgd"]
     run = runs.create(tmp_path / "run", recipe)
     finish(run, stopping=after(2))
@@ -423,7 +423,7 @@ def test_a_configuration_that_was_changed_is_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=words):
             finish(Run(run.folder, replace(run.recipe, **change)))
-    assert finish(Run(run.folder, replace(run.recipe, keep=(1,)))) == []  # this decides no number
+    assert finish(Run(run.folder, replace(run.recipe, keep=(1,)))) == []  # `keep` changes no result
 
 
 def test_a_network_that_does_not_fit_the_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -457,7 +457,7 @@ def test_a_network_of_another_output_is_refused_with_the_remedy(tmp_path: Path) 
 
 
 class Faulty(nn.Module):
-    """A user's network with a bug that shows in eval or in training mode."""
+    """A user's network with a bug that shows only in training mode, or only in eval mode."""
 
     def __init__(self, num_classes: int, *, trains: bool) -> None:
         super().__init__()
@@ -546,7 +546,7 @@ def test_trying_the_network_out_leaves_what_it_notes_in_evaluation() -> None:
 def test_a_device_that_is_full_or_broken_is_not_blamed_on_the_network(
     model: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = getattr(torch, kind, torch.OutOfMemoryError)  # torch 2.6 has no other
+    error = getattr(torch, kind, torch.OutOfMemoryError)  # torch 2.6 has no AcceleratorError
     recipe = replace(recipes.get("digits-short"), model=model)
     parts = experiment.assemble(recipe, device=torch.device("cpu"), root=None)
 
@@ -603,7 +603,7 @@ def test_checkpoints_that_cannot_be_trusted_are_set_aside(tmp_path: Path) -> Non
     with pytest.warns(checkpoint.CheckpointWarning):
         next(records)
     assert newest.with_name(newest.name + ".corrupt").exists()
-    assert checkpoint.epochs(run.checkpoints)[-1] == SHORT.epochs  # written anew
+    assert checkpoint.epochs(run.checkpoints)[-1] == SHORT.epochs  # trained and saved again
     records.close()
     assert checkpoint.latest(run.checkpoints) is not None
 

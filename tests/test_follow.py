@@ -57,7 +57,7 @@ def early(num_classes):
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
 """
-# 1438 examples in batches of 256: 6 steps an epoch.
+# 1438 examples in batches of 256: 6 steps per epoch.
 SHORT = ("train", "digits", "--batch-size", 256, "--epochs", 4, "--out", "run")
 
 
@@ -129,7 +129,7 @@ def test_ctrl_c_in_the_first_epoch_of_a_new_run_keeps_nothing_and_of_an_old_one_
 
 def test_the_end_of_the_time_finishes_the_epoch_and_saves() -> None:
     result = call(*SHORT, "--model", "follow_networks:quiet", "--minutes", 1e-9)
-    assert result.exit_code == 0  # it did what it was asked
+    assert result.exit_code == 0  # running out of time is not an error
     assert [json.loads(line)["epoch"] for line in result.stdout.splitlines()] == [1]
     assert result.stderr.splitlines() == [
         "Stopped; saved up to epoch 1 of 4. Continue with:",
@@ -199,7 +199,7 @@ def test_a_failure_before_the_first_epoch_leaves_the_name_free(monkeypatch: pyte
 
 
 def test_event_files_hold_what_earlier_sessions_saved_without_them() -> None:
-    """The same holds after a session that was killed between the checkpoint of an epoch and its event."""
+    """So they do after a session that was killed between saving an epoch's checkpoint and writing its event."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert call(*SHORT, "--model", "follow_networks:quiet", "--out", "run").exit_code == 0
     for _ in range(2):
@@ -214,7 +214,7 @@ def test_event_files_hold_what_earlier_sessions_saved_without_them() -> None:
 
 def test_event_files_that_find_no_room_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as TensorBoard gives it, without a name
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as TensorBoard raises it, without a file name
 
     monkeypatch.setattr(pytest.importorskip("torch.utils.tensorboard"), "SummaryWriter", full)
     refused = call(*SHORT, "--model", "follow_networks:quiet", "--tensorboard", "--out", "run")
@@ -223,19 +223,19 @@ def test_event_files_that_find_no_room_are_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_bar_counts_whole_epochs_and_shows_accuracy_and_sparsity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat the stream as a terminal
     monkeypatch.setenv("COLUMNS", "80")
     result = call("train", "digits", "--batch-size", 48, "--epochs", 3, "--model", "follow_networks:quiet")
     bar = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", result.stderr)
     last = json.loads(result.stdout.splitlines()[-1])
     assert "digits ━" in bar
-    assert "3/3 epochs" in bar  # 30 steps: thirtieths do not add up to one exactly
+    assert "3/3 epochs" in bar  # an epoch has 30 steps, and thirtieths do not add up to exactly 1
     assert f"accuracy {last['test_accuracy']:.2f}%, {last['sparsity']:.1%} zero" in bar
     assert re.search(r"\d:\d\d:\d\d left", bar)
     assert "…" not in bar
 
 
-# As processes of their own
+# Commands in processes of their own
 
 
 @pytest.mark.parametrize("asking", [signal.SIGINT, signal.SIGTERM])  # Ctrl-C, and a scheduler's warning
@@ -265,7 +265,7 @@ def test_a_real_signal_and_going_on_equal_an_uninterrupted_run(asking: signal.Si
 
 
 def test_sigterm_twice_to_a_whole_pipeline_still_saves_the_epoch() -> None:
-    """Schedulers and timeout send it to every process of the group, and again to the one that they started."""
+    """Schedulers and `timeout` send it to every process of the group, and again to the one that they started."""
     command = f"exec {sys.executable} -m dirprune train digits --epochs 40 --out stopped 2> >(cat > /dev/null)"
     with subprocess.Popen(
         ["bash", "-c", command], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True

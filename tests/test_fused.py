@@ -31,7 +31,7 @@ def _kernel() -> Iterator[None]:
         if DEVICE == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
             importlib.reload(_fused)
-            patch.setattr(_fused, "CHUNK", 1024)  # interpreting is slow
+            patch.setattr(_fused, "CHUNK", 1024)  # small, because interpreting is slow
             patch.setattr(_fused, "BLOCK", 512)
         yield
     if DEVICE == "cpu":
@@ -41,7 +41,7 @@ def _kernel() -> Iterator[None]:
 def on_device(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     from dirprune import _fused
 
-    size = 2 * _fused.CHUNK + 17  # three programs share this one
+    size = 2 * _fused.CHUNK + 17  # so that three programs of the kernel share this parameter
     extra = [nn.Parameter(torch.randn(size, generator=torch.Generator().manual_seed(5)).to(dtype))]
     return [nn.Parameter(p.detach().to(DEVICE)) for p in [*parameters(dtype), *extra]]
 
@@ -140,7 +140,7 @@ def drive_on_device(optimizer: GRDA, params: list[nn.Parameter], steps: range) -
         optimizer.step()
 
 
-if torch.cuda.is_available():  # a CUDA graph exists nowhere else
+if torch.cuda.is_available():  # CUDA graphs need a GPU
 
     @pytest.mark.parametrize("options", SGD_OPTIONS)
     def test_a_captured_step_follows_the_schedule(options: dict[str, Any]) -> None:
@@ -220,7 +220,7 @@ if torch.cuda.is_available():  # a CUDA graph exists nowhere else
                 q.grad = grad.to(DEVICE)
             graphs[step % 2].replay()
             plain.step()
-            if step == 5:  # a loaded state reaches the graphs
+            if step == 5:  # the graphs must use the loaded state
                 optimizer.load_state_dict(saved_and_loaded(optimizer.state_dict()))
         for p, q in zip(graphed, plain_params, strict=True):
             torch.testing.assert_close(p, q)
@@ -307,7 +307,8 @@ def test_the_table_follows_what_changes_between_steps(path: dict[str, Any], chan
     for options in (path, {"foreach": False, "fused": False}):
         p = nn.Parameter(torch.arange(5.0, 11.0, device=DEVICE).view(2, 3))
         optimizer = GRDA([p], lr=0.1, c=0.05, momentum=0.5, **options)
-        p.grad = torch.arange(6.0, device=DEVICE).view(2, 3)  # stays where it is, so that the table is kept
+        # The gradient stays at one address, so that the table of addresses is not sent again for its sake.
+        p.grad = torch.arange(6.0, device=DEVICE).view(2, 3)
         for step in range(6):
             if step == 3:
                 change(optimizer, p)
@@ -319,7 +320,7 @@ def test_the_table_follows_what_changes_between_steps(path: dict[str, Any], chan
 
 
 def test_what_a_table_points_to_is_kept() -> None:
-    """Another step count could else take the place and the identity of one that is gone, and pass for it."""
+    """Otherwise a new tensor could get the address and the id of a deleted one, and be taken for it."""
     p = nn.Parameter(torch.ones(3, device=DEVICE))
     p.grad = torch.ones_like(p)
     optimizer = GRDA([p], fused=True)
@@ -375,7 +376,7 @@ def test_a_state_loaded_from_another_memory_layout() -> None:
 
 def test_the_default_device_does_not_matter() -> None:
     results = []
-    for device in ("meta", "cpu"):  # on the first, whatever were made there would have no values
+    for device in ("meta", "cpu"):  # tensors that a step made on the default device meta would have no values
         p = nn.Parameter(torch.ones(5, device=DEVICE))
         p.grad = torch.ones_like(p)
         with torch.device(device):
@@ -412,7 +413,7 @@ print(len(re.findall(r"ld\\.global\\S*\\.v4", ptx)) / vectors, len(re.findall(r"
 
 
 def test_the_compiled_kernel_moves_16_bytes_a_thread() -> None:
-    """Gradient and accumulator are read, accumulator and parameter written; under a mask it would be by 4 bytes."""
+    """It reads gradient and accumulator and writes accumulator and parameter; with a mask, it would move 4 bytes."""
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", VECTORS], capture_output=True, text=True, check=True, env=compiling)
     assert done.stdout.split() == ["2.0", "2.0"]
@@ -439,7 +440,7 @@ def test_accumulators_of_several_precisions_share_no_launch(path: dict[str, Any]
     optimizer = GRDA([early, late], lr=0.1, c=0.0, **path)
     early.grad = torch.ones_like(early)
     optimizer.step()
-    early.data = early.data.double()  # as by model.double(); its accumulator stays
+    early.data = early.data.double()  # as model.double() does; the accumulator stays in float32
     early.grad, late.grad = (torch.ones(8, dtype=torch.float64, device=DEVICE) for _ in range(2))
     optimizer.step()
     torch.testing.assert_close(late.detach(), torch.full_like(late, 0.9))
@@ -474,4 +475,4 @@ def test_weights_that_others_write_are_where_the_next_step_starts(path: dict[str
     step_both((fused, fused_params), (plain, plain_params), range(9, 11))
     for p, q in zip(fused_params, plain_params, strict=True):
         torch.testing.assert_close(p, q)
-        assert (p <= 0.5).all()  # and not where the accumulators would have gone without
+        assert (p <= 0.5).all()  # near the clamped weights, not where the accumulators would be without clamping

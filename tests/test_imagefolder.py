@@ -19,7 +19,7 @@ SIZES = [(500, 375), (375, 500), (1300, 900), (640, 231), (120, 90), (256, 256),
 
 
 def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
-    """A smooth coloured picture: small noise enlarged, so that decoders and filters may differ only slightly."""
+    """Return a smooth coloured picture, made by enlarging noise, on which decoders and filters differ only slightly."""
     noise = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
 
@@ -32,7 +32,7 @@ def saved(path: Path, size: tuple[int, int], seed: int = 0) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three classes; 5, 4 and 4 images to train on and 2 each to test on."""
+    """A folder of three classes: 5, 4 and 4 training images, and 2 test images each."""
     root = tmp_path_factory.mktemp("imagenet")
     for number, name in enumerate(["cat", "ant", "bee"]):
         for image in range(5 if name == "ant" else 4):
@@ -67,9 +67,8 @@ def test_centre_crop_equals_resize_then_crop(size: tuple[int, int], tmp_path: Pa
             resized = image.resize((int(256 * width / height), 256), Image.Resampling.BILINEAR)
         left, upper = round((resized.width - 224) / 2), round((resized.height - 224) / 2)
         expected = resized.crop((left, upper, left + 224, upper + 224))
-    assert (
-        difference(Image.fromarray(read_image(str(path), None)), expected) < 0.4
-    )  # of 255; one pixel off gives 1 to 2.5
+    # On a scale of 255; a shift by one pixel gives 1 to 2.5.
+    assert difference(Image.fromarray(read_image(str(path), None)), expected) < 0.4
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -104,7 +103,7 @@ def test_random_boxes_lie_inside_and_have_the_published_distribution() -> None:
     assert all(0 <= left < right <= 500 and 0 <= upper < lower <= 500 for left, upper, right, lower in boxes)
     width, height = np.array([(box[2] - box[0], box[3] - box[1]) for box in boxes]).T
     ratio, area = width / height, width * height / 500**2
-    assert ratio.min() > 0.73  # 3/4, less what rounding to whole pixels does
+    assert ratio.min() > 0.73  # 3/4, but for rounding to whole pixels
     assert ratio.max() < 1.36
     assert area.min() > 0.078
     assert area.max() <= 1.0
@@ -123,7 +122,7 @@ def test_random_boxes_lie_inside_and_have_the_published_distribution() -> None:
 def test_boxes_that_never_fit_fall_back_to_the_centre(size: tuple[int, int], box: Box) -> None:
     class Whole(random.Random):
         def uniform(self, a: float, b: float) -> float:
-            return b  # the whole area each time, which no allowed aspect can have
+            return b  # always the whole area, which no box of an allowed aspect ratio has
 
     assert random_box(size, Whole()) == box
 
@@ -133,7 +132,7 @@ def test_centre_box_of_a_square_is_seven_eighths() -> None:
 
 
 def test_half_of_the_images_are_mirrored(tmp_path: Path) -> None:
-    """Left to right the picture grows brighter, so a mirrored crop grows darker."""
+    """The picture gets brighter from left to right, so a mirrored crop gets darker."""
     ramp = np.tile(np.arange(256, dtype=np.uint8)[None, :, None], (256, 1, 3))
     Image.fromarray(ramp).save(tmp_path / "ramp.png")
     crops = [read_image(str(tmp_path / "ramp.png"), random.Random(seed)).astype(int) for seed in range(100)]

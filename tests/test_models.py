@@ -62,7 +62,7 @@ def norm_layout(name: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 def torchvision_layout(
     counts: tuple[int, ...], *, bottleneck: bool, stem: int, classes: int
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The state_dict of torchvision's ResNets, name and shape in order, from the paper's Table 1."""
+    """Yield names and shapes in torchvision's state_dict of a ResNet, in order, from the paper's Table 1."""
     yield "conv1.weight", (64, 3, stem, stem)
     yield from norm_layout("bn1", 64)
     channels = 64
@@ -268,7 +268,7 @@ def test_vgg16_drops_half_before_each_hidden_layer_when_training() -> None:
         model.get_submodule(f"classifier.{number}").register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(1e-3)  # every unit is positive, so a zero is a dropped one
+            parameter.fill_(1e-3)  # every unit is then positive, so a zero is a dropped unit
         model(torch.ones(8, 3, 32, 32))
     for dropped in inputs:
         assert float((dropped == 0).float().mean()) == pytest.approx(0.5, abs=0.05)
@@ -323,7 +323,7 @@ def test_small_learns_digits_in_five_epochs_of_plain_sgd() -> None:
 
 
 def assert_variance(tensor: Tensor, variance: float, kurtosis: float) -> None:
-    """Sample mean and variance within 5 standard errors; Var(s²) ≈ (kurtosis − 1)·σ⁴/n."""
+    """Check that sample mean and variance are within 5 standard errors; Var(s²) ≈ (kurtosis − 1)·σ⁴/n."""
     tensor, n = tensor.detach(), tensor.numel()
     assert abs(float(tensor.mean())) < 5 * (variance / n) ** 0.5
     assert float(tensor.square().mean()) == pytest.approx(variance, rel=5 * ((kurtosis - 1) / n) ** 0.5)
@@ -334,7 +334,7 @@ def assert_normal(tensor: Tensor, variance: float) -> None:
 
 
 def assert_default(layer: nn.Conv2d | nn.Linear) -> None:
-    """PyTorch's default: weights and biases uniform within ± fan_in^-½."""
+    """Check for PyTorch's default: weights and biases uniform within ± fan_in^-½."""
     fan_in = layer.weight[0].numel()
     assert layer.bias is not None
     for tensor in (layer.weight.detach(), layer.bias.detach()):
@@ -495,7 +495,7 @@ def test_a_users_module_may_lie_in_the_current_folder(tmp_path: Path, monkeypatc
     (tmp_path / "net_right_here.py").write_text(
         "def net(classes):\n    from part_of_it import Linear\n    return Linear(2, classes)"
     )
-    (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')")  # nothing else is taken from there
+    (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')")  # must not replace the standard library's json
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
     assert build("net_right_here:net", 3).weight.shape == (3, 2)

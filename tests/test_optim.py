@@ -92,13 +92,13 @@ def test_a_constant_rate_gives_the_closed_form(path: dict[str, Any]) -> None:
 
 
 def test_a_dropped_rate_slows_the_threshold_and_never_lowers_it() -> None:
-    # ResNet50/ImageNet: 5,005 steps an epoch, c=.005, mu=.51, a ten-fold drop at epoch 140 of 146.
+    # ResNet50/ImageNet: 5,005 steps per epoch, c=.005, mu=.51, a ten-fold drop at epoch 140 of 146.
     per_epoch, c, mu = 5005, 0.005, 0.51
     rates = [0.1] * (140 * per_epoch) + [0.01] * (6 * per_epoch)
     taus = reference.thresholds(rates, c, mu)
     assert taus[-1] == pytest.approx(0.469, abs=5e-4)
     assert taus == sorted(taus)
-    # Ours, over the 200 steps around the drop and with the step count as high as it is there.
+    # The library's thresholds, over the 200 steps around the drop, with step counts as large as they are there.
     drop = 140 * per_epoch
     step = torch.tensor(drop - 100, dtype=torch.float64)
     tau = torch.tensor(taus[drop - 101], dtype=torch.float64)
@@ -153,7 +153,7 @@ def test_the_default_on_the_cpu_is_two_passes_without_temporaries() -> None:
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer = GRDA(params, c=0.1)
-    optimizer.step()  # makes the state
+    optimizer.step()  # creates the state
     with Recorder() as recorder:
         optimizer.step()
     assert recorder.names == ["aten.add_.Tensor", "aten.softshrink.out"] * 2
@@ -232,7 +232,7 @@ def test_gradients_are_left_untouched(path: dict[str, Any], options: dict[str, A
     state = torch.get_rng_state()
     for _ in range(3):
         optimizer.step()
-        for p, grad in zip(params, grads, strict=True):  # each time: two changes of sign leave no trace
+        for p, grad in zip(params, grads, strict=True):  # after each step: two changes of sign would not show
             torch.testing.assert_close(p.grad, grad, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -331,7 +331,7 @@ def test_groups_that_share_a_rate_tensor_load_rates_of_their_own() -> None:
     optimizer.load_state_dict(saved)
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
     rate.fill_(0.25)
-    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.25]  # still one tensor
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.25]  # they still share a tensor
     saved["param_groups"][1]["lr"] = 2.0
     optimizer.load_state_dict(saved)
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 2.0]
@@ -344,7 +344,7 @@ def test_a_loaded_state_takes_the_memory_layout_of_the_parameter(stepped: bool) 
     first, second = GRDA([source], momentum=0.9), GRDA([target])
     source.grad, target.grad = values.clone(), values.clone()
     first.step()
-    if stepped:  # a state is there already, without a momentum buffer and in a layout that the parameter had
+    if stepped:  # it already has a state, without a momentum buffer and in the parameter's former layout
         second.step()
         target.data = target.data.transpose(2, 3).contiguous().transpose(2, 3)
     second.load_state_dict(first.state_dict())
@@ -355,7 +355,7 @@ def test_a_loaded_state_takes_the_memory_layout_of_the_parameter(stepped: bool) 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}])
 def test_bfloat16_weights_need_no_master_copy(options: dict[str, Any]) -> None:
-    """They train bit for bit as float32 weights under autocast do: the accumulator is the copy that counts."""
+    """They train bit for bit as float32 weights under autocast do: the accumulator serves as the master copy."""
     torch.manual_seed(0)
     low = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
     for layer in (low[0], low[4]):
@@ -382,7 +382,7 @@ def test_bfloat16_weights_need_no_master_copy(options: dict[str, Any]) -> None:
 def test_low_precision_parameters_have_a_float32_accumulator() -> None:
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = GRDA([p], lr=1.0, c=0.0)
-    for _ in range(256):  # each step is lost if it is taken in bfloat16
+    for _ in range(256):  # a single step of this size would be lost in bfloat16
         p.grad = torch.full_like(p, 2.0**-10)
         optimizer.step()
     assert optimizer.state[p]["accumulator"].dtype == torch.float32
@@ -393,7 +393,7 @@ def test_low_precision_parameters_have_a_float32_accumulator() -> None:
 def test_steps_too_small_for_half_precision_add_up(path: dict[str, Any]) -> None:
     p = nn.Parameter(torch.zeros(4, dtype=torch.float16))
     optimizer = GRDA([p], lr=1e-4, c=0.0, **path)
-    p.grad = torch.full_like(p, 2.0**-13)  # times the rate: less than the smallest number in float16
+    p.grad = torch.full_like(p, 2.0**-13)  # times the learning rate, this is too small for float16
     for _ in range(100):
         optimizer.step()
     expected = torch.full((4,), -100 * 1e-4 * 2.0**-13)
@@ -403,7 +403,7 @@ def test_steps_too_small_for_half_precision_add_up(path: dict[str, Any]) -> None
 @pytest.mark.parametrize("path", PATHS)
 def test_the_default_device_does_not_matter(path: dict[str, Any]) -> None:
     results = []
-    for device in ("meta", "cpu"):  # on the first, whatever were made there would have no values
+    for device in ("meta", "cpu"):  # tensors that a step made on the default device meta would have no values
         params = [nn.Parameter(torch.full((n,), -0.1)) for n in (3, 4099)]
         for p in params:
             p.grad = torch.ones_like(p)
@@ -472,7 +472,7 @@ def test_closures_return_the_loss_and_hooks_run() -> None:
     def closure() -> float:
         optimizer.zero_grad()
         loss = (p**2).sum()
-        loss.backward()  # needs gradients, although step itself records none
+        loss.backward()  # autograd must be on here, although `step` itself runs without it
         calls.append("closure")
         return float(loss.detach())
 
@@ -542,14 +542,14 @@ def test_a_tensor_learning_rate(path: dict[str, Any]) -> None:
         ),
     ],
 )
-@pytest.mark.filterwarnings("ignore")  # the compiler's own, about other code
+@pytest.mark.filterwarnings("ignore")  # the compiler's warnings about other code
 def test_a_compiled_step(dtype: torch.dtype, options: dict[str, Any], scheduler: Callable[[Any], Any]) -> None:
     torch.compiler.reset()
     plain, compiled = parameters(dtype), parameters(dtype)
     optimizers = [GRDA(params, lr=0.1, c=0.05, **options) for params in (plain, compiled)]
     schedulers = [scheduler(optimizer) for optimizer in optimizers]
     step = torch.compile(optimizers[1].step, backend="aot_eager")
-    for i in range(8):  # the rates change at every step, and the momentum too
+    for i in range(8):  # the learning rate changes at every step; with OneCycleLR, the momentum too
         for params in (plain, compiled):
             for p, grad in zip(params, gradients(i, params), strict=True):
                 p.grad = grad
@@ -612,7 +612,7 @@ def test_numbers_of_other_kinds_become_floats() -> None:
     p.grad = torch.ones(2)
     optimizer.step()
     assert {type(optimizer.param_groups[0][name]) for name in ("lr", "c", "mu", "momentum", "weight_decay")} == {float}
-    saved_and_loaded(optimizer.state_dict())  # plain values only
+    saved_and_loaded(optimizer.state_dict())  # with weights_only=True, which loads plain values only
 
 
 @pytest.mark.parametrize(
@@ -713,7 +713,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
-    """A normalisation layer by its type, not by its name; timm has one like this."""
+    """A normalisation layer by its type, not by its name, as in timm."""
 
 
 class Block(nn.Module):
@@ -760,11 +760,11 @@ class RMSNormGated(nn.Module):
 
 
 class Normalized(nn.Linear):
-    """Not a normalisation layer."""
+    """A linear layer, despite its name."""
 
 
 class LinearNorm(nn.Linear):
-    """Multiplies, and normalises besides."""
+    """A linear layer that also normalises: its weight is a matrix, and is pruned."""
 
 
 def test_prunable_groups_knows_biases_and_norms_by_any_name() -> None:
@@ -803,7 +803,7 @@ def test_prunable_groups_refuses_what_matches_nothing() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_the_first_example_of_a_page_prunes_and_learns(page: str) -> None:
-    """gRDA is better than SGD, which also fits the irrelevant inputs."""
+    """gRDA is more accurate than SGD, which also fits the irrelevant inputs."""
     [code, *_] = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     inputs = torch.randn(5000, 20, generator=torch.Generator().manual_seed(1))
     targets = inputs[:, 0] * inputs[:, 1] > 0
@@ -827,7 +827,7 @@ def test_the_first_example_of_a_page_prunes_and_learns(page: str) -> None:
 
 
 def stepped(**options: Any) -> tuple[nn.Parameter, GRDA]:
-    """A parameter and its optimizer after one step."""
+    """Return a parameter and its optimizer after one step."""
     p = nn.Parameter(torch.ones(3))
     optimizer = GRDA([p], lr=0.1, **options)
     p.grad = torch.ones(3)
@@ -872,7 +872,7 @@ def test_a_state_saved_after_a_schedule_that_ended_below_zero_by_rounding_is_loa
         scheduler.step()
     state = optimizer.state_dict()
     assert -1e-12 < state["param_groups"][0]["lr"] <= 0
-    state["param_groups"][0]["lr"] = -2e-18  # what it is for other rates, lengths and versions of torch
+    state["param_groups"][0]["lr"] = -2e-18  # where other rates, lengths or versions of torch end
     optimizer.load_state_dict(state)
     state["param_groups"][0]["lr"] = -1e-3
     with pytest.raises(ValueError, match=r"lr=-0\.001"):
@@ -901,7 +901,7 @@ def test_no_negative_zeros_are_written_across_memory_formats() -> None:
     assert not torch.signbit(out).any()
 
 
-# ---- what others do to parameters
+# ---- parameters that are changed between steps
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -921,7 +921,7 @@ def test_weights_that_others_write_are_where_the_next_step_starts(path: dict[str
     optimizer.step()
     new = float(optimizer.state[params[0]]["threshold"])
     v = optimizer.state[params[0]]["accumulator"]
-    # Of all accumulators that give these weights, the nearest: found by looking at many.
+    # Expected is the accumulator nearest to the old one among those that give the written weight: search a fine grid.
     candidates = torch.linspace(-4, 4, 80_001, dtype=torch.float64)
     gives = candidates.sign() * (candidates.abs() - old).clamp(min=0)
     for w, was, now in zip(written.tolist() * 2, before[params[0]][:2].flatten(), v[:2].flatten(), strict=True):
@@ -975,7 +975,7 @@ def test_a_run_goes_on_bit_for_bit_whichever_is_loaded_first(optimizer_first: bo
     saved, weights = copy.deepcopy(half.state_dict()), [p.detach().clone() for p in first]
     params = parameters()
     resumed = GRDA(params, lr=0.1, c=0.05, mu=0.6, momentum=0.9)
-    drive(resumed, params, range(3))  # it has a past of its own
+    drive(resumed, params, range(3))  # it already has a state of its own
     if optimizer_first:
         resumed.load_state_dict(saved)
     with torch.no_grad():
@@ -989,7 +989,7 @@ def test_a_run_goes_on_bit_for_bit_whichever_is_loaded_first(optimizer_first: bo
 
 @pytest.mark.parametrize("by", ["deepcopy", "pickle", "begin", "load"])
 def test_weights_written_before_an_optimizer_first_steps_are_kept(by: str) -> None:
-    """Whatever brought its state about: a copy, a file, or its user."""
+    """However the optimizer got its state: from a copy, a pickle, `begin` or `load_state_dict`."""
     weight = nn.Parameter(torch.tensor([1.0, -1.0, 0.01]))
     optimizer = GRDA([weight], lr=0.1, c=0.1, mu=0.6)
     if by == "begin":
@@ -1116,7 +1116,7 @@ def test_a_step_can_be_taken_on_fake_tensors(path: dict[str, Any]) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_parameters_may_get_their_memory_later(path: dict[str, Any], kind: Callable[[float], Any]) -> None:
-    """An optimizer made on the meta device can step once the network is on another device, and knows its rate."""
+    """An optimizer made on the meta device keeps its rate, and can step once the network is on another device."""
     params = [nn.Parameter(torch.empty(3, device="meta")) for _ in range(2)]
     optimizer = GRDA(params, lr=kind(0.1), c=0.0, **path)
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)

@@ -28,7 +28,7 @@ def history(accuracies: Sequence[float]) -> list[EpochRecord]:
 
 
 def pruned(fraction: float, model: str = "small") -> SparsityReport:
-    """A network whose every tensor has the first ``fraction`` of its values zero."""
+    """Return the report of a network in which the first ``fraction`` of every tensor is zero."""
     network = models.build(model, classes=10)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -101,7 +101,7 @@ def test_a_single_epoch_is_a_whole_number() -> None:
 def test_training_curves_show_the_numbers() -> None:
     figure = plots.training_curves({"SGD": [history([50, 90]), history([60, 80])], "gRDA": [history([40, 70])]})
     accuracy, zeros, train_loss, test_loss = figure.axes
-    several = "SGD, mean ± std of 2 runs"  # what the band is
+    several = "SGD, mean ± std of 2 runs"  # explains the band
     assert labelled(accuracy) == {several: ([1, 2], [55, 85]), "gRDA": ([1, 2], [40, 70])}
     assert labelled(zeros)["gRDA"] == ([1, 2], [0, 10])
     assert [axes.get_yscale() for axes in figure.axes] == ["linear", "linear", "log", "log"]
@@ -119,7 +119,7 @@ def test_training_curves_show_the_numbers() -> None:
 def test_the_demo_figure_has_two_panels_and_a_seed_without_an_epoch_is_left_out() -> None:
     figure = plots.accuracy_and_sparsity({"SGD": [history([90]), []], "gRDA": [[]]})
     assert [list(labelled(axes)) for axes in figure.axes] == [["SGD"], ["SGD"]]
-    assert figure.axes[0].get_lines()[0].get_marker() == "o"  # one point, still visible
+    assert figure.axes[0].get_lines()[0].get_marker() == "o"  # a single point must be visible
 
 
 def test_colours_stay_with_the_setting_when_another_has_no_epoch() -> None:
@@ -191,7 +191,7 @@ def test_layers_stand_in_network_order_with_their_kinds() -> None:
 
 def test_kinds_of_layers_are_tinted_apart_and_names_of_a_deep_network_do_not_overlap(tmp_path: Path) -> None:
     figure = plots.layerwise_sparsity({"gRDA": [pruned(0.5, "resnet50")]})
-    plots.save(figure, tmp_path / "layers.png")  # places the labels
+    plots.save(figure, tmp_path / "layers.png")  # drawing sets the positions of the labels
     [axes] = figure.axes
     labels = axes.get_yticklabels()
     assert len(labels) == 54

@@ -30,15 +30,15 @@ from dirprune.lab.train import EpochRecord
 
 CPU = torch.device("cpu")
 WORLD = 2
-# 1438 examples in batches of 479: shares of 240 and 239, and a last batch of 1, of which one process gets nothing.
+# 1438 examples in batches of 479: the processes get 240 and 239, and of the last batch, 1 and 0.
 RECIPE = replace(recipes.get("digits"), epochs=4, batch_size=479, c=0.03)
 
-# What a training process would otherwise import by itself, each time for seconds.
+# Import these once: otherwise, every training process would spend seconds on them.
 multiprocessing.set_forkserver_preload(["dirprune.lab.experiment", "sklearn.datasets", "torch._dynamo", "pytest"])
 
 
 def breaking() -> nn.Module:
-    """A model that diverges in the second process only, in the second of four steps of epoch 2."""
+    """Return a model that diverges in the second process only, in the second of four steps of epoch 2."""
     return Breaking(step=6 if dist.get_rank() == 1 else -1, value=math.nan)
 
 
@@ -140,7 +140,7 @@ def test_two_processes_train_as_one(together: Path, tmp_path: Path) -> None:
             assert getattr(record, name) == pytest.approx(getattr(expected, name), abs=1e-4)
         for name in ("train_accuracy", "test_accuracy"):
             assert getattr(record, name) == pytest.approx(getattr(expected, name), abs=0.3)
-    assert records[-1].sparsity > 0.05  # thresholds took part
+    assert records[-1].sparsity > 0.05  # the thresholds are large enough to matter
     states = [checkpoint.load(each.checkpoints / "epoch-0004.pt") for each in (run, alone)]
     torch.testing.assert_close(states[0]["model"], states[1]["model"], rtol=1e-3, atol=1e-4)
     state, expected_state = (each["optimizer"]["state"] for each in states)
@@ -148,7 +148,7 @@ def test_two_processes_train_as_one(together: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_of_two_processes_stops_and_goes_on_together(together: Path) -> None:
-    """The second process checks while it runs that it writes nothing."""
+    """The second process writes nothing: `forbid_writing` would have made it fail."""
     written = [record.to_dict() for record in runs.load(together / "runs" / "good").records()]
     assert len(written) == 4
     seconds = [name for name in EpochRecord.__dataclass_fields__ if name.endswith("_seconds")]

@@ -1,4 +1,4 @@
-"""The share of gRDA's difference to SGD in the leading eigenspace: against dense algebra, resumed, and refused."""
+"""The share of gRDA's difference from SGD in the leading eigenspace: dense algebra, resuming, and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TIGHT = Lanczos(examples=200, batch_size=64, tolerance=1e-5)
 
 
 def tiny(classes: int) -> nn.Module:
-    """A network whose Hessian can be written out: 8×8 images through three numbers to the classes; 241 weights."""
+    """Return a network so small that its Hessian can be written out: 241 weights, with a hidden layer of three."""
     return nn.Sequential(
         nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, classes)
     )
@@ -76,9 +76,9 @@ def rows_of(events: Iterator[Progress | ProjectionRow]) -> list[ProjectionRow]:
 def dense_eigenpairs(
     run: Run, epoch: int, lanczos: Lanczos, ranks: slice = slice(None)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The eigenpairs, greatest first, of the training Hessian of the tiny network, written down in float64.
+    """Return the eigenpairs, largest first, of the tiny network's training Hessian, computed in full in float64.
 
-    It is that of the examples with these ranks by loss, the greatest first.
+    The Hessian is that of the examples with these ranks, where rank 0 is the example with the largest loss.
     """
     bench = subject(run.recipe, lanczos, device=CPU)
     bench.load(runs.weights_of(run, epoch)[1])
@@ -125,9 +125,9 @@ def test_the_hessian_of_the_examples_with_some_ranks_by_loss(
 ) -> None:
     asked = replace(TIGHT, by_loss=ranks)
     [one, two] = rows_of(project(trained["sgd"], [trained["grda"]], tmp_path, k=3, lanczos=asked, device=CPU))
-    assert one.examples == two.examples == len(range(199)[slice(*ranks)])  # 200 examples, rounded in each class
+    assert one.examples == two.examples == len(range(199)[slice(*ranks)])  # 200, rounded in each class
     spectrum = read_rows(tmp_path / "eigenvalues.csv", EigenvalueRow)
-    for row in (one, two):  # the order by loss is that of the epoch
+    for row in (one, two):  # examples are ranked by their loss in the same epoch
         values, vectors = dense_eigenpairs(trained["sgd"], row.epoch, TIGHT, slice(*ranks))
         found = [r.eigenvalue for r in spectrum if r.epoch == row.epoch]
         assert found == pytest.approx(values[:3].tolist(), rel=1e-4)
@@ -154,7 +154,7 @@ def test_finished_epochs_are_kept_and_new_runs_are_added(trained: dict[str, Run]
     first = list(project(trained["sgd"], [trained["grda"]], tmp_path, k=2, epochs=[2], lanczos=TIGHT, device=CPU))
     assert any(isinstance(event, Progress) for event in first)
     again = list(project(trained["sgd"], [trained["grda"]], tmp_path, k=2, epochs=[2], lanczos=TIGHT, device=CPU))
-    assert again == rows_of(iter(first))  # and no product
+    assert again == rows_of(iter(first))  # no progress is reported, because no product is computed
     both = [trained["grda"], trained["other"]]
     rows = rows_of(project(trained["sgd"], both, tmp_path, k=2, lanczos=TIGHT, device=CPU))
     assert len(rows) == 4
@@ -204,7 +204,7 @@ def test_an_interrupted_epoch_goes_on(trained: dict[str, Run], tmp_path: Path) -
     events = project(trained["sgd"], [trained["grda"]], tmp_path, **options)
     for _ in range(6):
         next(events)
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept  # read, not made again
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept  # read, not computed again
     assert len(list((tmp_path / "products-0002").glob("*.pt"))) == 6
     whole = rows_of(project(trained["sgd"], [trained["grda"]], tmp_path / "whole", **options))
     assert rows_of(events) == whole
@@ -231,7 +231,7 @@ def test_without_room_for_its_products_a_computation_goes_on(tmp_path: Path, mon
     journal, vectors = Journal(op, tmp_path), torch.eye(50)
     with pytest.warns(NotKept, match="No space left on device; products are no longer kept"):
         torch.testing.assert_close(journal @ vectors[0], op @ vectors[0])
-    torch.testing.assert_close(journal @ vectors[1], op @ vectors[1])  # without another word
+    torch.testing.assert_close(journal @ vectors[1], op @ vectors[1])  # without a second warning
 
 
 def test_a_journal_believes_only_products_of_the_same_vector_that_are_whole(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_journal_believes_only_products_of_the_same_vector_that_are_whole(tmp_
     again = Journal(op, tmp_path)
     assert torch.equal(again @ vectors[0], made[0])
     assert op.products == 0
-    torch.testing.assert_close(again @ vectors[2], made[2])  # another vector than the second was
+    torch.testing.assert_close(again @ vectors[2], made[2])  # the journal's second product is of another vector
     assert op.products == 1
     file = tmp_path / "epoch-0003.pt"
     file.write_bytes(file.read_bytes()[:-1])
@@ -305,7 +305,7 @@ class Half(torch.autograd.Function):
         return gradient / 2
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, on its way to the error
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, before it raises the error
 def test_a_network_that_cannot_be_compiled_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="eager", **options))
@@ -315,7 +315,7 @@ def test_a_network_that_cannot_be_compiled_is_not(monkeypatch: pytest.MonkeyPatc
     vector = torch.randn(241, generator=torch.Generator().manual_seed(0))
     with pytest.warns(RuntimeWarning, match="run uncompiled"):
         torch.testing.assert_close(fast @ vector, plain @ vector)
-    assert torch.equal(fast @ vector, plain @ vector)  # and says so once
+    assert torch.equal(fast @ vector, plain @ vector)  # without a second warning
     torch.compiler.reset()
 
 
@@ -325,7 +325,7 @@ def test_progress_is_told_where_no_bar_is_seen(
     worst = ("residual 1.0e-02", "residual 2.0e-03")
     events = [Progress("epoch 2", done, 300, note, "products") for done, note in enumerate(worst, start=7)]
     assert cli_research._drive("project", (event for event in events), console.Interruption()) == []
-    assert capsys.readouterr().err == ""  # nothing is worth a line yet
+    assert capsys.readouterr().err == ""  # the first line comes after ten seconds
     monkeypatch.setattr(console, "QUIET", 0.0)
     cli_research._drive("project", (event for event in events), console.Interruption())
     lines = capsys.readouterr().err.splitlines()
@@ -368,7 +368,7 @@ def test_runs_from_other_initial_weights_are_refused(trained: dict[str, Run], tm
     checkpoint.save(moved.checkpoints, 0, state)
     with pytest.raises(ValueError, match=r"initial weights .* differ \(5\.bias\)"):
         list(project(trained["sgd"], [moved], tmp_path / "out", device=CPU))
-    (moved.checkpoints / "epoch-0000.pt").unlink()  # then the seeds vouch for it
+    (moved.checkpoints / "epoch-0000.pt").unlink()  # then equal seeds are taken to mean equal initial weights
     lanczos = replace(TIGHT, tolerance=1e-2)
     assert rows_of(project(trained["sgd"], [moved], tmp_path / "out", k=1, lanczos=lanczos, device=CPU))
 
@@ -378,7 +378,7 @@ def test_other_bad_requests_are_refused(trained: dict[str, Run], tmp_path: Path)
     rigl = replace(sgd, recipe=replace(sgd.recipe, method="rigl", options=(("sparsity", 0.5),)))
     for first, others, message in (
         (grda, [grda], "the first run must be the SGD run"),
-        (rigl, [grda], "was trained with rigl; the first run must be the SGD run"),  # by SGD's steps, under masks
+        (rigl, [grda], "was trained with rigl; the first run must be the SGD run"),  # it uses SGD, but with masks
         (sgd, [sgd], "only the first run is SGD's"),
         (sgd, [], "grdas is empty"),
         (sgd, [grda, grda], "two runs of one name"),
@@ -406,7 +406,7 @@ def test_a_part_of_the_data_is_stratified_and_fixed(trained: dict[str, Run]) -> 
     targets = torch.cat([targets for _, targets in part])
     assert torch.equal(targets, torch.cat([targets for _, targets in again]))
     assert part.examples == len(targets)
-    assert abs(len(targets) - 300) <= 5  # rounded in each class
+    assert abs(len(targets) - 300) <= 5  # the number is rounded in each class
     whole = torch.cat([targets for _, targets in loader])
     expected = torch.bincount(whole) * 300 / len(whole)
     assert (torch.bincount(targets) - expected).abs().max() <= 0.5
@@ -453,7 +453,7 @@ def test_figure_shows_every_run_and_the_random_level(trained: dict[str, Run], tm
     assert ["not converged" in texts for texts in told] == [False, True]
     assert axes.get_title() == f"k = 2, Hessian of {rows[0].examples:,} training examples"
     assert save(figure, tmp_path / "figure.png").stat().st_size > 1000
-    flat = projection_figure([replace(rows[0], share=0.0, random_level=0.0)])  # no positive eigenvalue
+    flat = projection_figure([replace(rows[0], share=0.0, random_level=0.0)])  # if no eigenvalue is positive
     assert flat.axes[0].get_yscale() == "linear"
     with pytest.raises(ValueError, match="rows is empty"):
         projection_figure([])
@@ -475,7 +475,7 @@ def test_rows_and_products_of_another_network_of_the_same_name_are_never_taken_f
         with pytest.raises(OtherSettings, match="another file as epoch 1 of sgd"):
             rows_of(project(others[0], others[1:], tmp_path / out, epochs=[1], **options))
     rows_of(project(trained["sgd"], [trained["grda"], trained["other"]], tmp_path / "done", epochs=[1, 2], **options))
-    assert len(read_rows(tmp_path / "done" / "projection.csv", ProjectionRow)) == 4  # more of the same may join
+    assert len(read_rows(tmp_path / "done" / "projection.csv", ProjectionRow)) == 4  # more runs and epochs may join
 
 
 @pytest.mark.parametrize("command", ["project", "score", "connect"])

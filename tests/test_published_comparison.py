@@ -1,4 +1,4 @@
-"""The published comparison on ResNet50/ImageNet, against the paper's text, other papers and our own network."""
+"""The published comparison on ResNet50/ImageNet, checked against the paper's text, other papers and our network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ EVERY_30 = [
     (99.51, 43.47),
     (99.84, 22.69),
 ]
-PARAMETERS, WEIGHTS = 25_557_032, 25_502_912  # of ResNet50: all, and those of its 54 convolutions and linear layer
+# Of ResNet50: all parameters, and the weights of its 53 convolutions and its linear layer.
+PARAMETERS, WEIGHTS = 25_557_032, 25_502_912
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -50,7 +51,7 @@ def points(label: str) -> list[tuple[float, float]]:
 
 
 def totals() -> dict[str, float]:
-    """The zeros of all 54 weights, by the method as the file names it."""
+    """Return the number of zeros in all 54 weight tensors, by method as the file names it."""
     zeros: dict[str, float] = defaultdict(float)
     for row in rows("resnet50_layerwise_sparsity.csv"):
         zeros[row["method"]] += float(row["sparsity"]) * int(row["n_params"])
@@ -125,8 +126,8 @@ def test_the_layers_add_up_to_the_points() -> None:
         assert zeros[method] / WEIGHTS == pytest.approx(fraction, abs=0.0011)
     runs = [row for row in rows("resnet50_imagenet_pareto.csv") if row["method"] == "variational_dropout"]
     [run] = [r for r in runs if abs(float(r["global_sparsity"]) - zeros["variational_dropout"] / WEIGHTS) < 1e-6]
-    assert float(run["global_sparsity"]) == pytest.approx(0.9, abs=0.003)  # "the one with 90 % sparsity"
-    # Zeros among all parameters are those of the weights and some of BatchNorm's and the biases.
+    assert float(run["global_sparsity"]) == pytest.approx(0.9, abs=0.003)  # the paper: "the one with 90 % sparsity"
+    # gRDA's sparsity counts all parameters: zeros beyond those of the weights are BatchNorm's and the bias's.
     curve = points("gRDA, one drop of the rate at epoch 140")
     for method, (fraction, _) in {"gRDA_c0.005_mu0.55": curve[3], "gRDA_c0.01_mu0.4": curve[0]}.items():
         assert 0 <= fraction * PARAMETERS - zeros[method] <= PARAMETERS - WEIGHTS

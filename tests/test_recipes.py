@@ -1,4 +1,4 @@
-"""Recipes against the published settings."""
+"""Recipes, compared with the published settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ IMAGENET: dict[str, Any] = {
     "lr": 0.1,
     "statistics": "imagenet",
 }
-# Of ImageNet the settings are those of the figure at a constant rate and of the table of drops.
+# For ImageNet, the settings are those of the paper's figure with a constant rate and of its table with drops.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "vgg16-cifar10": VGG | {"data": "cifar10"},
     "wrn28x10-cifar10": WRN | {"data": "cifar10"},
@@ -142,7 +142,7 @@ def test_a_recipe_survives_json(name: str) -> None:
 
 
 def test_a_recipe_with_every_field_changed_survives_json() -> None:
-    """No field is left at a default by the round trip."""
+    """Every field differs from that of digits, so a field that the round trip loses would show."""
     plain = recipes.get("digits")
     changed = Recipe(
         name="own",
@@ -243,7 +243,7 @@ def test_the_optimizer_is_made_as_the_recipe_says() -> None:
 
     grda = make_optimizer(recipe, model, cpu)
     assert type(grda) is GRDA
-    [group] = grda.param_groups  # everything is thresholded alike
+    [group] = grda.param_groups  # all parameters are thresholded alike
     assert (shared | {"c": recipe.c, "mu": recipe.mu}).items() <= group.items()
     assert len(group["params"]) == 4
 

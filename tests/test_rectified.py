@@ -1,4 +1,4 @@
-"""BatchNorm with relu in Triton, interpreted on the CPU, against torch's own; compiled where there is a GPU."""
+"""BatchNorm with relu in Triton, compared with torch's own: interpreted on a CPU, compiled where there is a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHAPES = [(3, 160, 7, 5), (3, 7, 25, 7), (4, 64, 8, 8), (5, 16, 9, 7), (2, 1, 1,
 
 @pytest.fixture(autouse=True, scope="module")
 def _kernels() -> Iterator[None]:
-    """Interpret the kernels if they cannot be compiled, at a cost per tile; this is decided when they are imported."""
+    """Interpret the kernels where they cannot be compiled, which is decided on import; large tiles make it faster."""
     if DEVICE == "cpu":
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
@@ -54,14 +54,14 @@ def _kernels() -> Iterator[None]:
 
 @pytest.fixture
 def _room() -> Iterator[None]:
-    """Reset the compiler: torch compiles a function for at most eight kinds of arguments, which other tests need."""
+    """Reset the compiler after the test: torch compiles a function for at most eight kinds of arguments."""
     yield
     torch.compiler.reset()
 
 
 @pytest.fixture(params=[4, 1])
 def _many(request: pytest.FixtureRequest, _kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several programs for the same columns, of several tiles each; of several warps or one."""
+    """Let several programs, of four warps or of one, share the same columns and process several tiles each."""
     tiles = {name: replace(tile, rows=4, per_sm=2, warps=request.param) for name, tile in TILES.items()}
     monkeypatch.setattr(kernels, "TILES", tiles)
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 5)
@@ -69,7 +69,7 @@ def _many(request: pytest.FixtureRequest, _kernels: None, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def _allowed(_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As inside `rectified.kernels`, which on a CPU allows nothing."""
+    """Allow the operators, as `rectified.kernels` does on a GPU only."""
     monkeypatch.setattr(rectified, "_ops", ops)
 
 
@@ -94,7 +94,7 @@ def parameters(channels: int, dtype: torch.dtype = torch.float64) -> tuple[Tenso
 
 
 def compare(ours: list[Tensor], theirs: list[Tensor], inputs: list[Tensor], **tolerance: float) -> None:
-    """Values, and the gradients of a sum of them with weights of either sign."""
+    """Compare values, and the gradients of a sum of them with weights of either sign."""
     weighed = [
         sum((y * tensor(*y.shape, seed=9 + i, dtype=y.dtype, grad=False)).sum() for i, y in enumerate(outputs))
         for outputs in (ours, theirs)
@@ -134,7 +134,7 @@ def test_derivatives_are_differences() -> None:
 
 @pytest.mark.parametrize("mean", [0.0, 1e3, -1e5])
 def test_a_large_mean_cancels_nothing(mean: float) -> None:
-    """In float32, against float64 on the same numbers: as far off as the rounding of the mean is, and no farther."""
+    """In float32, compared with float64 on the same numbers: only as far off as the mean is rounded."""
     x = (mean + tensor(4, 24, 17, 5, grad=False)).float()
     weight, bias = (p.detach().float() for p in parameters(24))
     numbers = ops.rectify(x, None, weight, bias, EPS)[1]
@@ -147,7 +147,7 @@ def test_a_large_mean_cancels_nothing(mean: float) -> None:
 
 
 def test_a_first_pixel_far_from_all_others() -> None:
-    """Nearly as far as can be: √P deviations. What is lost is of the order of P roundings, as the inequality says."""
+    """Nearly √P deviations: the most by Samuelson's inequality. The error is then of the order of P roundings."""
     x = tensor(4, 8, 16, 16, dtype=torch.float32, grad=False)
     x[0, :, 0, 0] = 1e3
     weight, bias = (p.detach().float() for p in parameters(8))
@@ -179,7 +179,7 @@ def test_not_a_number_is_not_hidden() -> None:
 
 @pytest.mark.parametrize("adds", [False, True])
 def test_bfloat16_is_rounded_once(adds: bool) -> None:
-    """Against float64 on the same numbers; the interpreter truncates where the hardware rounds."""
+    """Compare with float64 on the same numbers; the interpreter truncates where the hardware rounds."""
     shape = (4, 160, 8, 8)
     a, b = (tensor(*shape, seed=s, dtype=torch.bfloat16) for s in (0, 3))
     weight, bias = parameters(160, torch.float32)
@@ -205,7 +205,7 @@ Layers = Callable[..., Any]
 
 
 def block(layers: Any, x: Tensor, rectified: Layers, summed: Layers) -> Tensor:
-    """Return a value that depends on all that the two give."""
+    """Return a value that depends on all results of ``rectified`` and ``summed``."""
     total, y = summed(((layers[0], x), (layers[1], x)), layers[2])
     stem, z = summed(((layers[1], x),), layers[3])
     return rectified(layers[0], layers[2], x) + rectified(layers[1], layers[3], x) * y + total + stem * z
@@ -220,7 +220,8 @@ def plain_summed(branches: rectified.Branches, norm: nn.Module) -> tuple[Tensor,
     return total, F.relu(norm(total))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # where torch itself breaks a graph: "cumulative"
+# Torch warns where it breaks a graph: at BatchNorm with momentum=None.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.usefixtures("_room", "_allowed")
 @pytest.mark.parametrize(
     "options",
@@ -242,7 +243,7 @@ def plain_summed(branches: rectified.Branches, norm: nn.Module) -> tuple[Tensor,
     ids=lambda options: ",".join(options) or "as-in-the-network",
 )
 def test_any_layers_compiled_are_the_layers_themselves(options: dict[str, Any]) -> None:
-    """Values, running statistics and gradients."""
+    """They have the same values, running statistics and gradients."""
     torch.manual_seed(0)
     of_norms = {key: options[key] for key in ("affine", "track_running_stats", "momentum", "eps") if key in options}
     of_conv = {key: options[key] for key in ("bias", "padding_mode", "dilation", "groups") if key in options}
@@ -255,7 +256,7 @@ def test_any_layers_compiled_are_the_layers_themselves(options: dict[str, Any]) 
         nn.init.normal_(p)
     for norm in layers[2:]:
         norm.track_running_stats &= "untracked" not in options
-    if "hook" in options:  # as torch's older weight norm is one
+    if "hook" in options:  # torch's older weight norm is such a hook
         first.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
     if "patched" in options:
         first.forward = lambda x, own=first: F.conv2d(3 * x, own.weight, own.bias, padding=1)
@@ -356,7 +357,7 @@ def rectifying(model: nn.Module, images: Tensor) -> int:
 @pytest.mark.usefixtures("_room", "_allowed")
 @pytest.mark.parametrize("training", [True, False])
 def test_kernels_are_used_where_they_are_allowed(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In training, and in evaluation without a derivative: a second one (a Hessian's) they do not have."""
+    """That is in training, and in evaluation without gradients: they lack the second derivatives that Hessians need."""
     model, images = network(torch.float32).train(training), tensor(2, 3, 32, 32, dtype=torch.float32, grad=False)
     assert rectifying(model, images) == (7 if training else 0)
     with torch.no_grad():
@@ -389,7 +390,7 @@ def test_what_is_compiled_changes_hands_with_the_permission(monkeypatch: pytest.
 @pytest.mark.usefixtures("_room", "_allowed")
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"stride": 2, "dilation": 2, "groups": 2}], ids=str)
 def test_a_norm_that_is_folded_into_its_convolution(options: dict[str, Any]) -> None:
-    """In evaluation in bfloat16, with running statistics of a trained network: as far from float64 as unfolded ones."""
+    """In evaluation in bfloat16, the result is about as far from that in float64 as without folding."""
     torch.manual_seed(0)
     convolution, norm = nn.Conv2d(16, 32, 3, padding=1, **options), nn.BatchNorm2d(32)
     x = tensor(8, 16, 9, 9, dtype=torch.bfloat16, grad=False)
@@ -413,7 +414,7 @@ def test_a_norm_that_is_folded_into_its_convolution(options: dict[str, Any]) -> 
 
 
 def test_cudnn_is_called_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its operator knows nothing of torch's flags, and is in no build for other GPUs."""
+    """Its fused operator ignores torch's flags, and does not exist in builds for other GPUs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     on_gpu: Any = SimpleNamespace(is_cuda=True, device="cuda")
     assert ops.fuses(on_gpu)
@@ -433,23 +434,22 @@ def test_cudnn_is_called_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> Non
 if DEVICE == "cuda":  # elsewhere cuDNN is not called
 
     def test_memory_that_held_no_numbers_does_no_harm() -> None:
-        """Torch gives cuDNN the output, not yet written, as what is to be added 0 times."""
+        """Torch passes the output to cuDNN, before it is written, as a tensor to be added with factor 0."""
         x, weight = (tensor(*shape, dtype=torch.bfloat16, grad=False) for shape in ((8, 16, 32, 32), (16, 16, 3, 3)))
         bias, options = tensor(16, dtype=torch.bfloat16, grad=False), ([1, 1], [1, 1], [1, 1], 1)
         for _ in range(3):
             left = torch.full_like(x, math.nan)
-            del left  # which the output then lies in
+            del left  # so that the output gets this memory
             result = ops.convolve_relu(x, weight, bias, *options)
             torch.testing.assert_close(result, F.relu(F.conv2d(x, weight, bias, *options)), rtol=2**-6, atol=2**-6)
         x[0, 0, 0, 0] = math.nan
-        assert (
-            ops.convolve_relu(x, weight, bias, *options)[0, :, 0, 0].isnan().all()
-        )  # a loss that diverges must be seen
+        # NaN in the input must reach the output, so that divergence is noticed.
+        assert ops.convolve_relu(x, weight, bias, *options)[0, :, 0, 0].isnan().all()
 
 
 @pytest.mark.usefixtures("_room", "_allowed")
 def test_what_is_folded_is_rounded_first_by_inductor_too() -> None:
-    """It leaves out a cast there and back; a pruned channel gives its bias, which the running mean knows rounded."""
+    """Inductor drops a cast to bfloat16 and back; here only the rounded bias equals the running mean."""
     convolution, norm = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)
     with torch.no_grad():
         convolution.weight.zero_()
@@ -469,9 +469,9 @@ def test_an_empty_batch_and_one_too_large_go_the_plain_way(training: bool, monke
     model = network(torch.float32).train(training)
     with torch.no_grad():
         assert compiled(model)(tensor(0, 3, 32, 32, dtype=torch.float32, grad=False)).shape == (0, 4)
-        monkeypatch.setattr(ops, "MOST", 2 * 32**2 * 16 + 1)  # what the stem gives, and no more
+        monkeypatch.setattr(ops, "MOST", 2 * 32**2 * 16 + 1)  # the size of the stem's output is allowed, and no more
         found = rectifying(model, tensor(2, 3, 32, 32, dtype=torch.float32, grad=False))
-    assert found == 5  # two may give 32 channels of 32×32 pixels
+    assert found == 5  # of 7: two have inputs for which 32 channels of 32×32 pixels would be possible
 
 
 @pytest.mark.usefixtures("_room", "_allowed")
@@ -494,7 +494,7 @@ def test_weights_in_bfloat16_train_bit_for_bit_as_float32_ones_under_autocast() 
     assert any(p.abs().max() > 0 for name, p in states[0].items() if name.endswith("conv2.bias"))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value")  # from the interpreter
 def test_an_infinite_value_is_not_hidden_from_the_statistics() -> None:
     x = tensor(2, 3, 4, 4, grad=False)
     x[1, 1, 2, 2] = float("inf")
@@ -504,7 +504,7 @@ def test_an_infinite_value_is_not_hidden_from_the_statistics() -> None:
 
 
 def test_the_operators_keep_torchs_rules() -> None:
-    """Their schemas, shapes without values, derivatives and traces agree."""
+    """Schemas, registered derivatives and the shapes of fake tensors are right."""
     a, b, offset, (weight, bias) = tensor(2, 3, 2, 2), tensor(2, 3, 2, 2, seed=3), tensor(3, seed=4), parameters(3)
     numbers = ops.rectify(a, None, weight, bias, EPS)[1].detach()
     still = a.detach(), b.detach()
@@ -531,7 +531,7 @@ def test_one_pixel_and_other_layouts_are_refused() -> None:
 
 
 def test_tensors_of_the_networks_fill_their_tiles() -> None:
-    """Without a mask anywhere, for whole batches and the last one of an epoch; on a GPU of 132 multiprocessors."""
+    """No mask is needed, for full batches and an epoch's last one, on a GPU of 132 multiprocessors."""
     for tile, (channels, height), batch in product(TILES.values(), benchmark.SHAPES, (benchmark.BATCH, 80)):
         pixels = batch * height**2
         plan = kernels.plan(tile, pixels * channels, channels, 132)
@@ -542,7 +542,7 @@ def test_tensors_of_the_networks_fill_their_tiles() -> None:
 
 @pytest.mark.parametrize("kernel", benchmark.TRIED)
 def test_the_benchmark_launches_every_kernel(kernel: str) -> None:
-    """Whatever a kernel has to write it writes, and nothing of what it only reads."""
+    """Each kernel writes the tensor that it has to write, and none that it only reads."""
     written = {"moments": 0, "sum": 3, "map": 2, "products": 0, "gradient": 4}[kernel]
     for tile in (TILES[kernel], benchmark.TRIED[kernel][0]):
         tensors = [tensor(1024, seed=i, dtype=torch.bfloat16, grad=False) for i in range(5)]
@@ -608,7 +608,7 @@ compiled("evaluation", kernels._evaluation_kernel, 2, 2, ADDS=True, BIASED=True,
 
 
 def test_compiled_kernels_move_16_bytes_a_thread_and_spill_nothing() -> None:
-    """Tensors are read and written in vectors of eight; nothing lies on the stack, and as many programs fit at once."""
+    """Tensors are read and written in vectors of eight, nothing is spilled, and all planned programs fit at once."""
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", VECTORS], capture_output=True, text=True, check=True, env=compiling)
     assert done.stdout.splitlines() == [f"{kernel} True True 0 True True" for kernel in TILES]

@@ -23,7 +23,7 @@ DIGITS = replace(recipes.get("digits"), epochs=3, c=0.01, mu=0.7)
 
 
 def make_run(folder: Path, recipe: Recipe, accuracies: list[float]) -> Run:
-    """Write a run as training would; every epoch takes 2 + 1 seconds, the first 10 + 1."""
+    """Write a run as training would; an epoch takes 2 s of training and 1 s of testing, the first one 10 s and 1 s."""
     run = runs.create(folder, recipe)
     for i, accuracy in enumerate(accuracies):
         tested = {"test_loss": 1 / accuracy, "test_accuracy": accuracy}
@@ -42,7 +42,7 @@ def save_weights(run: Run, epoch: int) -> nn.Module:
 
 
 class WithBuffer(nn.Module):
-    """A user's model that computes with its weights in its constructor, and has a buffer of zeros."""
+    """A user's model that reads values of a tensor in its constructor, and has a buffer of zeros."""
 
     mask: Tensor
 
@@ -195,7 +195,7 @@ def test_a_damaged_last_checkpoint_does_not_bring_back_earlier_zeros(tmp_path: P
     ended = sparsity(save_weights(run, 3))
     run.conclude(Outcome(ended))
     checkpoint.path_of(run.checkpoints, 3).write_bytes(b"")
-    epoch, found = layerwise(run)  # without a warning that it goes back, because it does not
+    epoch, found = layerwise(run)  # without a warning about going back to epoch 0, because it does not
     assert (epoch, found.zeros) == (3, ended.zeros)
 
 
@@ -207,7 +207,7 @@ def test_a_run_whose_only_whole_checkpoint_is_its_start_has_no_layers_yet(tmp_pa
     made = report([run.folder])
     with pytest.warns(checkpoint.CheckpointWarning, match=r"going back to .*epoch-0000"):
         assert [path.name for path in draw(made)] == ["curves.png"]
-    assert made.layers == {}  # and no second warning, which would be an error
+    assert made.layers == {}  # without a second warning, which would be an error
 
 
 def test_columns_and_figures_say_what_was_tested_on(tmp_path: Path) -> None:

@@ -120,7 +120,8 @@ def test_comparable_runs_leave_out_what_was_measured_otherwise_and_the_run_that_
     assert published_cell(MU6, "test_loss", 50).comparable.n == 10
     end = published_cell(diverged, "test_accuracy", 600)
     assert (end.every.n, end.comparable.n) == (10, 9)
-    assert end.every.mean == pytest.approx((9 * end.comparable.mean + 10.0) / 10, abs=1e-3)  # it guessed: 10%
+    # The run that diverged ended at 10%: it guessed.
+    assert end.every.mean == pytest.approx((9 * end.comparable.mean + 10.0) / 10, abs=1e-3)
 
 
 @pytest.mark.parametrize("experiment", published.EXPERIMENTS)
@@ -333,7 +334,7 @@ def test_an_odd_cell_is_shown_with_the_epochs_around_it(tmp_path: Path) -> None:
 
 
 def test_epochs_around_a_cell_count_only_if_both_have_them(tmp_path: Path) -> None:
-    """Sparsity grows fast at first: against the mean of epochs that ours has not reached, it would look low."""
+    """Sparsity grows fast at first: compared with a mean over epochs that it has not reached, ours would look low."""
     run = make_run(tmp_path / "run", VGG, [record(epoch, sparsity=0.05) for epoch in (1, 2)])
     results = tmp_path / "results"
     ledger.collect([run], results)
@@ -451,11 +452,11 @@ def test_the_tables_name_what_there_is(tmp_path: Path) -> None:
     assert "vgg16-cifar10, gRDA μ=0.6: epochs 1, 50, 100, 300, 600" in reproduce.missing(cells)
 
 
-# Small numbers that matter.
+# Details of the comparison and of the ledger
 
 
 def test_two_published_runs_leave_one_degree_of_freedom() -> None:
-    assert reproduce.chance(1.0, 2, Estimate(0.0, 1.0, 2)) == pytest.approx(0.5)  # Cauchy's distribution
+    assert reproduce.chance(1.0, 2, Estimate(0.0, 1.0, 2)) == pytest.approx(0.5)  # by Cauchy's distribution
 
 
 def cell(ours: float, std: float) -> reproduce.Cell:
@@ -504,7 +505,7 @@ def test_a_stop_between_the_two_tables_leaves_nothing_that_counts_as_done(
         with pytest.raises(KeyboardInterrupt):
             ledger.collect([folder], tmp_path)
     wanted = [recipe.optimizer for recipe in reproduce.wanted(tmp_path, experiments=["vgg16-cifar10"])]
-    assert "sgd" in wanted  # and `reproduce --train` then collects the run
+    assert "sgd" in wanted  # so that `reproduce --train` collects the run again
     ledger.collect([folder], tmp_path)
     assert [len(run.epochs) for run in ledger.read(tmp_path)] == [600]
 
@@ -553,7 +554,7 @@ def test_without_a_ledger_every_setting_is_wanted_once_and_follows_its_recipe(tm
     ledger.collect(folders, tmp_path / "results")
     groups = reproduce.reproductions(ledger.read(tmp_path / "results"))
     assert set(groups) == {cell.setting for cell in published.cells()}
-    assert settings_of(reproduce.wanted(tmp_path / "results")) == settings_of(planned)  # none of them is complete
+    assert settings_of(reproduce.wanted(tmp_path / "results")) == settings_of(planned)  # no run is complete
 
 
 def test_what_the_ledger_has_in_full_is_not_wanted_again(tmp_path: Path) -> None:
@@ -635,7 +636,7 @@ def test_training_that_is_stopped_is_in_the_ledger_and_goes_on(
     assert [epochs for _, epochs in names_and_epochs(tmp_path / "results")] == [3, 2]
     assert call(*command, "--keep", "2").exit_code == 0
     second = runs.load(tmp_path / "runs" / runs.default_name(TWO[1]))
-    assert second.recipe.keep == (1, 2)  # what was asked for first, and then
+    assert second.recipe.keep == (1, 2)  # what both commands asked for
     assert checkpoint.epochs(second.checkpoints) == [1, 2, 3]
     other = tmp_path / "other"
     assert call(*command, "--results", other, "--runs", other).exit_code == 0

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def record(epoch: int, **values: float) -> EpochRecord:
-    """Return the record of an epoch, with numbers that have no exact decimal representation."""
+    """Return the record of an epoch; its training loss, 1/3, has no exact decimal representation."""
     given = {
         "lr": 0.1,
         "train_loss": 1 / 3,
@@ -70,7 +70,7 @@ def test_an_outcome_comes_back(run: Run) -> None:
             assert found.zeros is None
             continue
         assert found.zeros is not None
-        assert (found.zeros.zeros, found.zeros.total) == (8, 12)  # six weights, the bias of the norm
+        assert (found.zeros.zeros, found.zeros.total) == (8, 12)  # six weights, and two biases of the norm
         assert [layer.name for layer in found.zeros.layers] == [name for name, _ in model.named_parameters()]
         assert [layer.shape for layer in found.zeros.layers] == [p.shape for p in model.parameters()]
     (run.folder / "outcome.json").write_text("{}")
@@ -235,9 +235,9 @@ def test_the_folder_of_the_data_is_noted_wherever_it_was_named(tmp_path: Path, m
     run = runs.create(tmp_path / "run", recipes.get("vgg16-cifar10"))
     monkeypatch.setenv("DIRPRUNE_DATA", str(tmp_path / "data"))
     run.note_session(CPU, world_size=1, root=None, examples=7)
-    assert run.last_root() is None  # it is not there
+    assert run.last_root() is None  # the folder does not exist
     (tmp_path / "data").mkdir()
-    monkeypatch.setenv("DIRPRUNE_DATA", str(tmp_path))  # a run does not go on with other data unasked
+    monkeypatch.setenv("DIRPRUNE_DATA", str(tmp_path))  # the run stays with the data it was trained on
     assert run.last_root() == tmp_path / "data"
 
 
@@ -262,7 +262,7 @@ def test_commit_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(runs, "__file__", str(source))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.delenv("DIRPRUNE_COMMIT", raising=False)
-    commit = runs.commit.__wrapped__  # which does not remember
+    commit = runs.commit.__wrapped__  # without its cache
     assert commit() == ""  # not a repository
     git("init", "-q")
     git("add", ".")
@@ -315,7 +315,7 @@ def test_a_record_that_finds_no_room_names_its_file_and_leaves_the_others(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # writing names no file
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # an error of writing names no file
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(

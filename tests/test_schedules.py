@@ -35,7 +35,7 @@ def test_constant_linear_constant_bends_where_published() -> None:
 
 
 def stepped(scheduler: torch.optim.lr_scheduler.LRScheduler, epochs: int) -> list[float]:
-    """The learning rates of a torch scheduler, epoch by epoch; the base rate is 1."""
+    """Return the learning rates of a torch scheduler, epoch by epoch; the base rate is 1."""
     rates = []
     for _ in range(epochs):
         rates.append(float(scheduler.get_last_lr()[0]))

@@ -56,7 +56,7 @@ def trained(run: Run) -> nn.Module:
 
 
 def losses(run: Run, model: nn.Module) -> tuple[float, float]:
-    """Training loss and test accuracy, in one batch."""
+    """Return training loss and test accuracy, each computed in one batch."""
     bench = subject(run.recipe, Lanczos(batch_size=2000), device=CPU)
     (train,), (test,) = bench.train, bench.test
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_products_are_kept_until_all_is_measured(run: Run, tmp_path: Path) -> No
     events = score(run, tmp_path, **options)
     while next(events).done < 6:
         pass
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept  # read, not made again
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept  # read, not computed again
     assert rows_of(events) == measure(run, tmp_path / "whole", ks=(5,))
     assert not (tmp_path / "products").exists()
 

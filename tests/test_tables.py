@@ -115,7 +115,7 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> No
 
 def test_rows_without_their_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
-    settle(tmp_path, {"k": 1}, {}, table="rows.csv")  # files of other kinds are nothing measured
+    settle(tmp_path, {"k": 1}, {}, table="rows.csv")  # other files do not count as measurements
     (tmp_path / "rows.csv").touch()
     (tmp_path / "settings.json").unlink()
     with pytest.raises(ValueError, match=r"settings\.json is gone, .*rows\.csv were measured; restore it from a copy"):
@@ -158,9 +158,9 @@ def test_a_stop_while_a_table_is_written_leaves_nothing_behind(tmp_path: Path, m
 
 
 def test_settings_are_noted_once_and_sessions_each_time(tmp_path: Path) -> None:
-    settle(tmp_path, {"k": 99}, {"device": "cpu"}, table="rows.csv")  # binds nobody: no row came of it
+    settle(tmp_path, {"k": 99}, {"device": "cpu"}, table="rows.csv")  # may still change: there are no rows
     settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": None}, {"device": "cpu"}, table="rows.csv")
-    (tmp_path / "products-0010").mkdir()  # what was kept of a measurement binds as much as its rows
+    (tmp_path / "products-0010").mkdir()  # kept products fix the settings just as rows do
     with pytest.raises(OtherSettings, match="k=10, not k=11"):
         settle(tmp_path, {"k": 11, "epochs": (1, 2), "examples": None}, {"device": "cpu"}, table="rows.csv")
     write_rows(tmp_path / "points.csv", Point, POINTS)

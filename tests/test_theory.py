@@ -85,7 +85,7 @@ def rows_of(problem: LeastSquares, *gammas: float, t: float) -> list[TheoremRow]
 
 def test_grda_approaches_directional_pruning_as_the_rate_falls() -> None:
     rows = rows_of(least_squares(20), 0.1, 0.01, t=60.0)
-    # Another implementation, on 3 problems of its own drawing, measured .153 and .066, and cosines of .961 and .993.
+    # Another implementation, on 3 random problems of its own, measured .153 and .066, and cosines of .961 and .993.
     assert [row.lam for row in rows] == pytest.approx([0.184, 0.058], abs=5e-4)
     assert [row.distance for row in rows] == pytest.approx([0.153, 0.066], abs=0.04)
     assert [row.cosine_flat for row in rows] == pytest.approx([0.961, 0.993], abs=0.015)
@@ -93,7 +93,7 @@ def test_grda_approaches_directional_pruning_as_the_rate_falls() -> None:
     assert rows[0].zeros_agree < rows[1].zeros_agree
     assert rows[1].zeros_agree > 0.98
     assert rows[0].sparsity > rows[1].sparsity > 0
-    # What lies above the lag goes with pruned weights.
+    # The distance beyond the lag comes from pruned weights: problems without any are closer.
     assert 0 < rows[1].unpruned < 20
     assert rows[1].distance_unpruned is not None
     assert rows[1].distance_unpruned < rows[1].distance
@@ -133,7 +133,7 @@ def test_drift_lag_far_from_flat_is_that_of_its_series(curvature: float) -> None
 
 
 def test_where_nothing_is_pruned_only_the_lag_is_left() -> None:
-    """Far from zero no weight is pruned and no sign changes, so the distance is what a finite t leaves."""
+    """Far from zero no weight is pruned and no sign changes, so the distance is due to the finite t alone."""
     drawn = least_squares(5)
     far = drawn.start + 20 * drawn.start.sign()
     fitted = (drawn.features @ far.unsqueeze(-1)).squeeze(-1)
@@ -165,7 +165,7 @@ def test_flow_solves_its_equation() -> None:
 
 
 def test_limit_moments_match_the_variation_of_constants() -> None:
-    """From the minimum the flow rests, Σ is constant, and the linear equation is solved by an integral."""
+    """At the minimum the flow rests, so Σ is constant and an integral solves the linear equation."""
     problem = least_squares(1, **NOISY)
     x, y = problem.features[0], problem.targets[0]
     best = torch.linalg.pinv(x) @ y
@@ -194,11 +194,11 @@ def test_simulated_runs_follow_the_limit_law_at_every_time() -> None:
         assert float((simulated.covariance - limit.covariance).norm()) < 3 * math.hypot(size, variance) / math.sqrt(
             runs
         )
-    assert float(limits[-1].mean.norm()) > 20 * math.sqrt(variance / runs)  # so that agreement says something
+    assert float(limits[-1].mean.norm()) > 20 * math.sqrt(variance / runs)  # large enough to make agreement meaningful
 
 
 def test_runs_are_compared_with_the_flow_at_their_own_time() -> None:
-    """Without noise and threshold V is the error of Euler's method, however t falls between two steps."""
+    """Without noise and threshold, V is the error of Euler's method, wherever t lies between two steps."""
     drawn = least_squares(1, dimension=3, examples=1)
     seen = simulated_moments(drawn, [0.44, 0.46], gamma=0.1, c=0.0, runs=2)
     v = drawn.start[0]

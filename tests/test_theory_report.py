@@ -22,7 +22,7 @@ LIMIT = LimitRow(0.03, 4.0, 100, 0.2, 0.3, 0.1, 0.15)
 
 @pytest.fixture
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use learning rates for which the study takes a second, not a minute."""
+    """Use settings with which the study takes a second, not a minute."""
     monkeypatch.setattr(theory_report, "GAMMAS", (0.1, 0.03))
     monkeypatch.setattr(theory_report, "LIMIT_GAMMAS", (0.03, 0.02))
     monkeypatch.setattr(theory_report, "PATH_GAMMA", 0.02)

@@ -26,7 +26,7 @@ SEED = 5
 
 
 def noisy() -> nn.Sequential:
-    """A network for digits with dropout and BatchNorm."""
+    """Return a network for digits with dropout and BatchNorm."""
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Conv2d(1, 6, 3, stride=2),
@@ -39,12 +39,12 @@ def noisy() -> nn.Sequential:
 
 
 def digits(batch_size: int = 400) -> data.Loaders:
-    """1438 examples to train on: with 400 a batch, three and a short one."""
+    """Load digits: 1438 training examples, which are three full batches of 400 and a short one."""
     return data.load("digits", batch_size=batch_size, seed=SEED)
 
 
 def crafted(examples: int, batch_size: int) -> ResidentLoader:
-    """Random images, so that every batch has statistics of its own."""
+    """Return a loader of random images, so that every batch has statistics of its own."""
     generator = torch.Generator().manual_seed(2)
     images = torch.randint(256, (examples, 1, 8, 8), dtype=torch.uint8, generator=generator)
     targets = torch.randint(10, (examples,), generator=generator)
@@ -225,7 +225,7 @@ def test_evaluate_leaves_the_model_as_it_was() -> None:
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
     assert all(p.grad is None for p in model.parameters())
 
-    model.append(nn.Linear(3, 3))  # does not fit
+    model.append(nn.Linear(3, 3))  # does not fit, so that the evaluation fails
     modes.append(True)
     with pytest.raises(RuntimeError):
         evaluate(model, loader)
@@ -234,7 +234,7 @@ def test_evaluate_leaves_the_model_as_it_was() -> None:
 
 def test_recalibration_is_that_of_torch_for_equal_batches() -> None:
     model, twin = noisy(), noisy()
-    for network in (model, twin):  # without dropout, which torch's leaves on and ours turns off
+    for network in (model, twin):  # without dropout, which torch's function leaves on and ours turns off
         network[3].p = 0.0
         network[1].running_mean += 3.0
     model.eval()
@@ -291,7 +291,7 @@ def test_norm_ratio_of_millions_of_weights_keeps_its_digits() -> None:
 
 
 class Breaking(nn.Module):
-    """A linear classifier whose outputs turn into ``value`` at the given training step."""
+    """A linear classifier whose outputs are multiplied by ``value`` (NaN, inf) in the given training step."""
 
     def __init__(self, step: int, value: float) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class Breaking(nn.Module):
         self.step, self.value, self.steps = step, value, 0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        tried_out = len(inputs) == 2 and not inputs.any()  # as a run does before its first step
+        tried_out = len(inputs) == 2 and not inputs.any()  # the trial pass of a run before its first step
         self.steps += self.training and not tried_out
         logits: Tensor = self.linear(inputs.flatten(1))
         return logits * self.value if self.training and self.steps == self.step else logits
@@ -307,7 +307,7 @@ class Breaking(nn.Module):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_divergence_names_the_step_and_stops(value: float) -> None:
-    loaders, model = digits(), Breaking(step=6, value=value)  # the second of four in epoch 2
+    loaders, model = digits(), Breaking(step=6, value=value)  # the second of four steps in epoch 2
     records = train(model, make_sgd(model), loaders.train, loaders.test, epochs=3, lr=0.01, schedule=Schedule(), seed=0)
     assert next(records).epoch == 1
     with pytest.raises(Divergence, match=r"training loss became (nan|inf) in step 2 of epoch 2") as caught:
@@ -321,7 +321,7 @@ def test_divergence_is_seen_before_the_epoch_ends(monkeypatch: pytest.MonkeyPatc
     loaders, model = digits(batch_size=100), Breaking(step=3, value=math.nan)
     with pytest.raises(Divergence, match="in step 3 of epoch 1"):
         list(train(model, make_sgd(model), loaders.train, loaders.test, epochs=1, lr=0.1, schedule=Schedule(), seed=0))
-    assert model.steps == 4  # of 15
+    assert model.steps == 4  # of 15: it stops at the next check
 
 
 def test_weights_broken_by_the_last_update_of_an_epoch_are_not_handed_out() -> None:

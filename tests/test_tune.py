@@ -152,7 +152,7 @@ def test_a_search_that_sgd_ends_records_nothing(imagine: Any, tmp_path: Path) ->
 
 
 def test_a_trial_is_the_beginning_of_the_recipes_own_schedule() -> None:
-    """A trial of 2 epochs equals a run of 5 with the same data held out, after 2."""
+    """A trial of 2 epochs equals the first 2 epochs of a run of 5 with the same data held out."""
     trials = tune.tune(QUICK, epochs=2, mus=(0.7,), device=CPU)
     dense, sparse = next(trials), next(trials)
     for found, recipe in (
@@ -234,7 +234,7 @@ def test_the_command_for_machines_trains_what_was_chosen(tuned: list[str]) -> No
     *trials, chosen = [json.loads(line) for line in result.stdout.splitlines()]
     assert [found["optimizer"] for found in trials] == ["sgd", "grda", "grda"]
     assert (chosen["c"], chosen["mu"]) == (2e-4, 0.6)
-    assert result.stderr.endswith(f"Train with:\n    {chosen['command']}\n")  # which nothing may follow in a pipe
+    assert result.stderr.endswith(f"Train with:\n    {chosen['command']}\n")  # and nothing after it
     program, *words = shlex.split(chosen["command"])
     assert program == "dirprune"
     assert call(*words, "--epochs", 1, "--out", "run").exit_code == 0

@@ -23,10 +23,10 @@ def network() -> nn.Module:
         for p in model.parameters():
             p.fill_(1.0)
         model[0].weight[1] = 0  # an output channel
-        model[0].weight[0, 1] = 0  # half of an input channel
+        model[0].weight[0, 1] = 0  # an input channel, but not for every output
         model[1].bias.zero_()
         model[2].weight[:, 2] = -0.0  # an output channel of a transposed convolution: its second dimension
-        model[4].weight[:, 3] = 0  # an input
+        model[4].weight[:, 3] = 0  # an input channel
     return model
 
 
@@ -77,7 +77,7 @@ def test_the_table_of_a_large_network_fits_a_terminal(prefix: str, zero_channel:
     weights = {f"{prefix}{name}": p for name, p in take(resnet18(10)).items()}
     name = f"{prefix}layer4.0.downsample.0.weight"
     weights[name].zero_()
-    if not zero_channel:  # all but the diagonal
+    if not zero_channel:  # ones on a diagonal: then no whole channel is zero
         weights[name].view(512, 256)[torch.arange(512), torch.arange(512) % 256] = 1
     lines = str(sparsity(weights)).splitlines()
     assert max(map(len, lines)) <= 80
