@@ -18,7 +18,7 @@ from dirprune.lab.experiment import conduct
 from dirprune.lab.recipes import Recipe
 
 TEST_IMAGES = 359
-"""Of digits."""
+"""The number of test images of digits."""
 
 
 def short(recipe: Recipe) -> Recipe:

@@ -307,7 +307,19 @@ def test_a_resumed_fit_equals_an_uninterrupted_one_bit_for_bit(device: str) -> N
     assert not torch.equal(other.bends[0], whole.bends[0])
 
 
-def test_fitting_uses_dropout_and_batch_statistics() -> None:
+def test_fitting_uses_batch_statistics_and_leaves_the_running_ones() -> None:
+    """By the running mean, one class would be a thousand standard deviations ahead for every input."""
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2, affine=False))
+    mean = model[1].running_mean
+    assert mean is not None
+    mean[0] = 1000.0
+    curve = BezierCurve(take(model), {name: w + 1 for name, w in take(model).items()})
+    (record,) = fit(model.eval(), curve, loaders_of(points_of(40, size=20)), epochs=1)
+    assert record.loss < 5
+    assert mean.tolist() == [1000.0, 0.0]
+
+
+def test_fitting_uses_dropout() -> None:
     """A dropout of 1 zeroes all logits, which gives a loss of log 2; it acts only if the fit uses training mode."""
     model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(1.0))
     curve = BezierCurve(take(model), {name: w + 1 for name, w in take(model).items()})

@@ -87,7 +87,7 @@ def train_together(rank: int, port: int, folder: Path) -> None:
         outcome["agree"] = [process.agree(False), process.agree(rank == 1)]
         run = runs.load(folder / "runs" / "good")
         asked = itertools.count(1)
-        stopping: Callable[[], bool] = lambda: rank == 1 and next(asked) == 2  # noqa: E731 - the wish of one stops all
+        stopping: Callable[[], bool] = lambda: rank == 1 and next(asked) == 2  # noqa: E731 - one process stops all
         outcome["first"] = [r.to_dict() for r in conduct(run, device=device, process=process, stopping=stopping)]
         outcome["second"] = [r.to_dict() for r in conduct(run, device=device, process=process)]
         try:

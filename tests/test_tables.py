@@ -163,7 +163,7 @@ def test_settings_are_noted_once_and_sessions_each_time(tmp_path: Path) -> None:
     (tmp_path / "products-0010").mkdir()  # kept products fix the settings just as rows do
     with pytest.raises(OtherSettings, match="k=10, not k=11"):
         settle(tmp_path, {"k": 11, "epochs": (1, 2), "examples": None}, {"device": "cpu"}, table="rows.csv")
-    write_rows(tmp_path / "points.csv", Point, POINTS)
+    write_rows(tmp_path / "rows.csv", Point, POINTS)
     settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": None}, {"device": "gpu"}, table="rows.csv")
     noted = json.loads((tmp_path / "settings.json").read_text())
     assert noted["settings"] == {"k": 10, "epochs": [1, 2], "examples": None}

@@ -201,13 +201,8 @@ def test_sgd_that_diverges_is_an_error_that_names_the_learning_rate() -> None:
 
 
 def test_grda_that_diverges_in_training_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaking(model: Any, optimizer: Any, *args: Any, **options: Any) -> Iterator[EpochRecord]:
-        yield from train(model, optimizer, *args, **options)
-        if isinstance(optimizer, GRDA):
-            raise AssertionError("a trial trained further than it was asked to")
-
     def diverging(model: Any, optimizer: Any, *args: Any, **options: Any) -> Iterator[EpochRecord]:
-        yield next(breaking(model, optimizer, *args, **options))
+        yield next(train(model, optimizer, *args, **options))
         if isinstance(optimizer, GRDA):
             raise Divergence(2, 1, math.nan)
         yield record(90.0, 0.0)
