@@ -38,7 +38,7 @@ class Eigenpairs:
 
 @dataclass(frozen=True)
 class LanczosStep:
-    """The state of Lanczos after one product: the wanted Ritz values, best first, and bounds on their residuals.
+    """The state of Lanczos after one product: the wanted Ritz values, best first, and estimates of their residuals.
 
     ``basis`` is the solver's own memory: it holds these Ritz vectors only until the next step.
     """
@@ -93,15 +93,16 @@ def lanczos_steps(
     """
     op, k = operator_of(op), _whole(k)
     size = min(op.size, 3 * k + 20 if basis_size is None else basis_size)
+    spans_all = size == op.size <= 3 * k + 20  # which costs little more than a check, and leaves nothing to check
     _check_request(op, k, which, size, tolerance, max_iterations)
     generator = torch.Generator(op.device).manual_seed(seed)
     space, check = _Space(size, op), _Check()
     space.rows[0] = fresh(space.rows[:0], generator)
-    scale, unit, alone = 0.0, 0.0, True
+    scale, unit = 0.0, 0.0
     for iteration in range(1, max_iterations + 1):
         product = op @ space.rows[space.count]
         unit = unit or unit_of(product)  # from here on, the operator is divided by it
-        new, own = space.absorb(product / unit)
+        new = space.absorb(product / unit)
         check.products += 1
         rest, count = length(new), space.count
         if not math.isfinite(rest):
@@ -111,23 +112,20 @@ def lanczos_steps(
         # Below this the rest is round-off: the basis spans an invariant space, which only a new vector can leave.
         closed = rest <= 100 * torch.finfo(op.dtype).eps * scale or count == op.size
         rest = 0.0 if closed else rest
-        bounds, goal = space.residuals(vectors, rest), tolerance * scale
+        bounds, goal, merit = space.residuals(vectors, rest), tolerance * scale, _merit(values[:k], which)
 
-        # A random vector whose product adds no new direction is an eigenvector. It had a component in every remaining
-        # direction, so all of them must share its eigenvalue, and the search is over.
-        beaten = bool(_merit(own, which) <= _merit(values[:k][-1], which) + 1e-6 * scale)
-        rest_known = count == op.size or (closed and alone and beaten)
         # Pair k + 1 must have converged too. With a loose tolerance a large eigenvalue may not have appeared yet, and
         # a smaller one would be returned instead.
         worst = float(bounds[: k + 1].max())
-        passed = check.passed(values[:k], goal) or iteration == max_iterations
-        done = worst <= goal and (count >= k if rest_known else count > k and not closed and passed)
+        enough = count >= k if closed else count > k
+        over = count == op.size or iteration == max_iterations or check.passed(merit, goal, closed)
         found = values[:k] * unit, bounds[:k] * unit, scale * unit
+        done = enough and worst <= goal and over
         yield LanczosStep(*found, iteration, done, space.rows[:count], vectors[:, :k], which)
         if done or iteration == max_iterations:  # before a restart, which would rotate what was yielded away
             return
-        settled = count > k and worst <= goal / 2 and iteration >= least_products(k)
-        checking = settled and not closed and check.is_over and not space.is_nearly_full
+        settled = enough and worst <= goal / 2 and iteration >= least_products(k) and not spans_all
+        checking = settled and not closed and check.is_over
         most = k + (size - k) // 2
         if checking:  # what has not converged goes, since the new vector does not continue it
             converged = int((bounds <= goal / 2).cumprod(0).sum())
@@ -135,13 +133,8 @@ def lanczos_steps(
         elif count == size:
             space.restart(values, vectors, most, 0.0)
         if closed or checking:
-            check = _Check(values[:k])
+            check = _Check(merit, check.least or check_products(iteration))
         space.rows[space.count] = fresh(space.rows[: space.count], generator) if closed or checking else new / rest
-        alone = closed
-
-
-CHECK = 8
-"""Products from a random vector after which eigenpairs that have converged are taken to be the leading ones."""
 
 
 def least_products(k: int) -> int:
@@ -151,6 +144,14 @@ def least_products(k: int) -> int:
     products than a check takes for each (`benchmarks/clusters.py`).
     """
     return k + 20
+
+
+def check_products(spent: int) -> int:
+    """Return the number of products of a check, if the first search took ``spent``.
+
+    A repeated eigenvalue that is hardly separated from the rest takes about as many products to appear again.
+    """
+    return max(8, spent // 2)
 
 
 class _Space:
@@ -166,16 +167,15 @@ class _Space:
         self.lost = torch.zeros(size, dtype=torch.float64)
         self.count = 0
 
-    def absorb(self, product: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the vector in row ``count``, given its product; return the product's part outside, and its Ritz value."""
+    def absorb(self, product: Tensor) -> Tensor:
+        """Add the vector in row ``count``, given its product, and return the product's part outside."""
         new, overlaps = orthogonalise(product, self.rows[: self.count + 1])
-        column = overlaps.cpu()
-        self.projected[self.count, : self.count + 1] = self.projected[: self.count + 1, self.count] = column
+        self.projected[self.count, : self.count + 1] = self.projected[: self.count + 1, self.count] = overlaps.cpu()
         self.count += 1
-        return new, column[-1]
+        return new
 
     def residuals(self, vectors: Tensor, rest: float) -> Tensor:
-        """Return bounds on the residuals of Ritz vectors; ``rest`` is how far the latest product leaves the span."""
+        """Return estimates of the residuals of Ritz vectors; ``rest`` is how far the latest product leaves the span."""
         lost = self.lost[: self.count, None] * vectors
         return (lost.square().sum(0) + (rest * vectors[-1]).square()).sqrt()
 
@@ -188,32 +188,31 @@ class _Space:
         self.projected.diagonal()[:kept] = values[:kept]
         self.count = kept
 
-    @property
-    def is_nearly_full(self) -> bool:
-        """Whether the basis will soon span everything, which is better than a check."""
-        size, whole = self.rows.shape
-        return size == whole <= self.count + CHECK
-
 
 class _Check:
-    """A continued search from a random vector, orthogonal to what was found.
+    """A continued search from a random vector, orthogonal to what was found, where the merits were ``before``.
 
-    One starting vector shows only one direction for each eigenvalue. Another one shows what the first has missed.
+    One starting vector shows only one direction for each eigenvalue. Another one shows what the first has missed,
+    though it may take as many products to do so.
     """
 
-    def __init__(self, values: Tensor | None = None) -> None:
-        self.values = values
+    def __init__(self, before: Tensor | None = None, least: int = 0) -> None:
+        self.before = before
+        self.least = least
         self.products = 0
 
     @property
     def is_over(self) -> bool:
-        return self.values is None or self.products >= CHECK
+        return self.products >= self.least
 
-    def passed(self, values: Tensor, margin: float) -> bool:
-        """Whether the check is over, and these values are still those from before."""
-        if self.values is None or self.products < CHECK or len(values) != len(self.values):
+    def passed(self, merit: Tensor, margin: float, closed: bool) -> bool:
+        """Whether the check is over, and has found nothing new.
+
+        If the basis spans an invariant space again, the vector has shown every eigenvalue that is left.
+        """
+        if self.before is None or len(merit) != len(self.before) or not (self.is_over or closed):
             return False
-        return float((values - self.values).abs().max()) <= margin
+        return float((merit - self.before).abs().max()) <= margin
 
 
 def _check_request(op: SymmetricOperator, k: int, which: str, size: int, tolerance: float, max_iterations: int) -> None:
