@@ -428,7 +428,8 @@ def test_times_of_different_devices_are_not_averaged() -> None:
     rows[-1] = replace(rows[-1], row=replace(rows[-1].row, device="GPU", seconds=6.0))
     seconds = {row.method: row.seconds for row in comparison.ranking(rows, [0.5])}
     assert seconds == {"sgd": 2.0, "rigl": 4.0, "str": 6.0}
-    assert "Times and memory are those of runs on GPU; without 1 on CPU." in comparison.notes(rows)
+    broken = [replace(row, row=replace(row.row, device="CPU", diverged="in step 1")) for row in rows]
+    assert "Times and memory are those of runs on GPU; without 1 on CPU." in comparison.notes([*broken, *rows])
     rows[-1] = replace(rows[-1], row=replace(rows[-1].row, device="CPU"))
     unknown = next(row for row in comparison.ranking(rows, [0.5]) if row.method == "str")
     assert math.isnan(unknown.seconds)
@@ -671,6 +672,9 @@ def test_the_precision_is_that_of_every_run(tmp_path: Path) -> None:
     assert run.recipe.cpu.precision == run.recipe.cuda.precision == "bfloat16"
     assert run.records()[0].train_loss == pytest.approx(other.records()[0].train_loss, rel=0.05)
     assert run.records()[0].train_loss != other.records()[0].train_loss
+    mixed = call(*command("--methods", "sgd,rigl", "--epochs", 1, "--out", tmp_path / "half"))
+    assert mixed.exit_code == 1
+    assert "sgd-s0 is for bfloat16, not float32; give --precision bfloat16, or another --out" in mixed.stderr
 
 
 def test_the_command_trains_tells_and_goes_on(tmp_path: Path) -> None:

@@ -173,6 +173,16 @@ def test_settings_are_noted_once_and_sessions_each_time(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "settings.json").read_text()) == noted
 
 
+def test_other_folders_are_refused(tmp_path: Path) -> None:
+    settle(tmp_path, {"k": 1}, {}, table="rows.csv")
+    (tmp_path / "rows.csv").touch()
+    with pytest.raises(OtherSettings, match="holds other measurements; give another --out"):
+        settle(tmp_path, {"points": 5}, {}, table="others.csv")
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ValueError, match="is a run directory; give another --out"):
+        settle(tmp_path, {"k": 1}, {}, table="rows.csv")
+
+
 def test_more_files_may_join_but_none_may_change(tmp_path: Path) -> None:
     for files in ({"a": "1"}, {"a": "1", "b": "2"}, {"b": "2"}):
         settle(tmp_path, {"k": 1}, {}, table="rows.csv", files=files)

@@ -17,10 +17,10 @@ from test_cli import call
 
 from dirprune import GRDA
 from dirprune.lab import data, experiment, runs, tune
-from dirprune.lab.recipes import Recipe, get
+from dirprune.lab.recipes import Recipe, changed, get
 from dirprune.lab.tables import read_rows
 from dirprune.lab.train import Divergence, EpochRecord, train
-from dirprune.lab.tune import Trial, choose
+from dirprune.lab.tune import Measured, Trial, choose
 
 CPU = torch.device("cpu")
 QUICK = replace(get("digits-short"), batch_size=256)
@@ -121,12 +121,16 @@ def test_recorded_trials_are_not_trained_again(imagine: Any, tmp_path: Path) -> 
     assert [trial.passes for trial in whole] == [True, True, True, True, False, False]
     assert whole[:3] == first
     assert [round(recipe.c, 6) for recipe in tried[3:]] == [4e-4, 8e-4, 1.6e-3]
-    assert read_rows(tmp_path / "search" / "trials.csv", Trial) == whole
+    recorded = read_rows(tmp_path / "search" / "trials.csv", Measured)
+    assert [(each.optimizer, each.c, each.mu, each.accuracy) for each in recorded] == [
+        (each.optimizer, each.c, each.mu, each.accuracy) for each in whole
+    ]
     strict = list(tune.tune(QUICK, tolerance=0.3, **options))
     assert len(tried) == 6
     assert [trial.passes for trial in strict] == [True, True, False, False]
     more = list(tune.tune(QUICK, **{**options, "mus": (0.51, 0.6)}))
     assert more[:6] == whole
+    assert read_rows(tmp_path / "search" / "trials.csv", Measured)[:6] == recorded
     assert [recipe.mu for recipe in tried[6:]] == [0.6] * 5
 
 
@@ -136,8 +140,13 @@ def test_a_folder_of_other_trials_is_refused_and_left_alone(imagine: Any, tmp_pa
     before = (tmp_path / "trials.csv").read_text()
     with pytest.raises(ValueError, match=r"was started with lr=0\.1, not lr=0\.2; give another --out"):
         next(tune.tune(replace(QUICK, lr=0.2), device=CPU, out=tmp_path))
-    with pytest.raises(ValueError, match=r"trial_epochs=3, not trial_epochs=2"):
+    with pytest.raises(ValueError, match=r"--epochs=3, not --epochs=2"):
         next(tune.tune(QUICK, epochs=2, device=CPU, out=tmp_path))
+    with pytest.raises(ValueError, match=r"--precision=float32, not --precision=bfloat16"):
+        next(tune.tune(changed(QUICK, precision="bfloat16"), device=CPU, out=tmp_path))
+    run = runs.create(tmp_path / "run", QUICK)
+    with pytest.raises(ValueError, match=r"run is a run directory; give another --out"):
+        next(tune.tune(QUICK, device=CPU, out=run.folder))
     assert (len(tried), (tmp_path / "trials.csv").read_text()) == (1, before)
 
 
@@ -285,7 +294,7 @@ def test_an_interrupted_search_goes_on_where_it_stopped(tuned: list[str], monkey
 
     def once(recipe: Recipe, *others: Any) -> EpochRecord | None:
         used.append(recipe.cpu.precision)
-        if len(used) == 2:
+        if len(used) in (1, 3):
             raise KeyboardInterrupt
         return train_(recipe, *others)
 
@@ -293,9 +302,12 @@ def test_an_interrupted_search_goes_on_where_it_stopped(tuned: list[str], monkey
     words = [*tuned, "--precision", "bfloat16", "--out", "search"]
     stopped = call(*words)
     assert stopped.exit_code == 130
+    assert "trials.csv" not in stopped.stderr  # there are none
+    stopped = call(*words)
+    assert stopped.exit_code == 130
     assert "Its trials are in search/trials.csv. Run the same command to continue." in stopped.stderr
     result = call(*words)
-    assert (result.exit_code, used) == (0, ["bfloat16"] * 4)
+    assert (result.exit_code, used) == (0, ["bfloat16"] * 5)
     assert json.loads(result.stdout.splitlines()[-1])["command"].endswith("--precision bfloat16 --data 'my data'")
 
 

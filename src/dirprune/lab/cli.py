@@ -296,7 +296,7 @@ def tune(
         if not finished:
             so_far = f" Best so far: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero)." if best else ""
             say(f"Stopped; the search is not finished.{so_far}")
-            if out:
+            if out and trials:
                 say(f"Its trials are in {out / tuning.TABLE}. Run the same command to continue.")
             raise typer.Exit(INTERRUPTED)
         if best is None:

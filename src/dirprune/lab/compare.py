@@ -58,7 +58,7 @@ def compare(
         ValueError: the folder holds runs of another comparison.
     """
     elsewhere = [each.row for each in noted(out)]
-    _check_alike(out, elsewhere, trials[0].recipe)
+    _check_alike(out, elsewhere, trials[0].recipe, device.type)
     ended = {row.run: row for row in elsewhere}
     for number, trial in enumerate(trials, start=1):
         if trial.name in ended:
@@ -111,14 +111,20 @@ def _missing(rows: Sequence[Row], values: Sequence[float], sparsities: Sequence[
     return None
 
 
-def _check_alike(out: Path, elsewhere: Sequence[Row], recipe: Recipe) -> None:
+def _check_alike(out: Path, elsewhere: Sequence[Row], recipe: Recipe, device_type: str) -> None:
     """Raise unless the runs in a folder can be compared with runs of this recipe, whatever their method."""
+    precision = recipe.execution(device_type).precision
     for config in sorted((out / "runs").glob("*/config.json")):
         there = runs.load(config.parent).recipe
         if other := differing(there, recipe, CHOICES):
             theirs, ours = (f"{other[0]}={getattr(each, other[0])}" for each in (there, recipe))
             raise ValueError(
                 f"{config.parent} was trained with {theirs}, which cannot be compared with {ours}; give another --out"
+            )
+        if (other_precision := there.execution(device_type).precision) != precision:
+            raise ValueError(
+                f"{config.parent} is for {other_precision}, not {precision}; give --precision {other_precision}, or "
+                "another --out"
             )
     for row in elsewhere:
         if row.recipe != shared(recipe):

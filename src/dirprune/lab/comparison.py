@@ -238,7 +238,8 @@ def write(found: Sequence[Ended], out: Path, sparsities: Sequence[float]) -> lis
 def ranking(found: Iterable[Ended], sparsities: Iterable[float]) -> list[RankRow]:
     """Return dense training, then the methods ranked at every sparsity; runs that diverged are left out."""
     whole = [each for each in found if not each.row.diverged]
-    timed = [each.row for each in whole if each.row.device == _usual_device(whole)]
+    usual = _usual_device(whole)
+    timed = [each.row for each in whole if each.row.device == usual]
     dense = [each.row for each in whole if each.row.is_dense]
     rows = []
     if dense:
@@ -297,9 +298,10 @@ def notes(found: Sequence[Ended]) -> list[str]:
         )
     if all(math.isnan(each.row.peak_memory_mib) for each in found):
         lines.append("Memory is reported on GPUs only: a process's memory on a CPU says little about a single run.")
-    usual = _usual_device(found)
-    if others := sorted({each.row.device for each in found} - {usual}):
-        count = sum(each.row.device != usual for each in found)
+    whole = [each for each in found if not each.row.diverged]
+    usual = _usual_device(whole)
+    if others := sorted({each.row.device for each in whole} - {usual}):
+        count = sum(each.row.device != usual for each in whole)
         lines.append(f"Times and memory are those of runs on {usual}; without {count} on {', '.join(others)}.")
     if len({each.row.seed for each in found}) == 1:
         lines.append("There is only one seed: a few tenths of a point may be chance; --seeds 3 shows how much.")

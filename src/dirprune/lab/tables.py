@@ -162,6 +162,8 @@ def settle(
         ValueError: settings.json is missing or damaged, so it is not known how the rows were measured.
     """
     path = folder / SETTINGS
+    if (folder / "config.json").exists():
+        raise ValueError(f"{folder} is a run directory; give another --out")
     wanted = as_read(settings)
     noted: dict[str, Any] = {"settings": wanted, "sessions": []}
     remedy = "restore it from a copy, give another --out, or delete the folder"
@@ -171,6 +173,8 @@ def settle(
             raise ValueError(f"{path} does not say how the rows beside it were measured; {remedy}")
     elif (folder / table).exists():
         raise ValueError(f"{path} is gone, which says how the rows of {table} were measured; {remedy}")
+    if not noted["settings"].keys() & wanted.keys():
+        raise OtherSettings(f"{folder} holds other measurements; give another --out")
     differing = [key for key in wanted if noted["settings"].get(key) != wanted[key]]
     if differing:
         there = ", ".join(f"{key}={noted['settings'].get(key)}" for key in differing)

@@ -31,14 +31,20 @@ TABLE = "trials.csv"
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One short run; ``accuracy`` is on the validation set, in percent, and None if the run diverged."""
+class Measured:
+    """The result of a short run; ``accuracy`` is on the validation set, in percent, and None if the run diverged."""
 
     optimizer: str
     c: float
     mu: float
     accuracy: float | None
     sparsity: float
+
+
+@dataclass(frozen=True)
+class Trial(Measured):
+    """A short run, and whether it is within the tolerance."""
+
     passes: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,7 +91,7 @@ def tune(
         raise ValueError(f"--tolerance {tolerance:g} cannot be used; give how many points of accuracy may be lost, ≥ 0")
     recipe = replace(recipe, validation=recipe.validation or VALIDATION)
     starts = [changed(recipe, optimizer="grda", c=C_START, mu=mu) for mu in mus]  # raises for a bad μ before training
-    settings = {"trial_epochs": epochs, **_shared(recipe)}
+    settings = {"--epochs": epochs, "--precision": recipe.execution(device.type).precision, **_shared(recipe)}
     with measuring(out, settings, environment(device), table=TABLE) if out else nullcontext():
         trial = _Trials(epochs, device, root, out)
         dense = trial(replace(recipe, optimizer="sgd"))
@@ -107,21 +113,20 @@ class _Trials:
     def __init__(self, epochs: int, device: torch.device, root: Path | None, out: Path | None) -> None:
         self.epochs, self.device, self.root = epochs, device, root
         self.table = out / TABLE if out else None
-        known = read_rows(self.table, Trial) if self.table else []
-        self.known = {(trial.optimizer, trial.c, trial.mu): trial for trial in known}
+        known = read_rows(self.table, Measured) if self.table else []
+        self.known = {(each.optimizer, each.c, each.mu): each for each in known}
 
     def __call__(self, recipe: Recipe, *, least: float = -math.inf) -> Trial:
         """Return the trial of a recipe, which passes if its accuracy is at least ``least``."""
         key = (recipe.optimizer, recipe.c, recipe.mu) if recipe.optimizer == "grda" else (recipe.optimizer, 0.0, 0.0)
-        trial = self.known.get(key)
-        if trial is None:
+        found = self.known.get(key)
+        if found is None:
             record = _last(recipe, self.epochs, self.device, self.root)
             accuracy, zeros = (record.test_accuracy, record.sparsity) if record else (None, 0.0)
-            trial = Trial(*key, accuracy, zeros, passes=False)
-        trial = replace(trial, passes=trial.accuracy is not None and trial.accuracy >= least)
-        if self.table and (trial.accuracy is not None or trial.optimizer == "grda"):  # else the search is over
-            merge_rows(self.table, Trial, [trial], key=("optimizer", "c", "mu"))
-        return trial
+            found = Measured(*key, accuracy, zeros)
+            if self.table and (record or recipe.optimizer == "grda"):  # without SGD there is no search to continue
+                merge_rows(self.table, Measured, [found], key=("optimizer", "c", "mu"))
+        return Trial(**asdict(found), passes=found.accuracy is not None and found.accuracy >= least)
 
 
 def _shared(recipe: Recipe) -> dict[str, Any]:
