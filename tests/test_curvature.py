@@ -626,14 +626,15 @@ def test_eigenvalues_closer_than_the_tolerance_are_all_found(
         torch.testing.assert_close(pairs.values, torch.tensor(leading[:3]).double(), rtol=0, atol=tolerance)
 
 
-def test_fewer_products_than_would_show_a_cluster_are_enough_where_all_has_settled() -> None:
+def test_a_search_that_has_settled_when_its_products_are_used_up_has_converged() -> None:
     op, _ = with_spectrum(
         torch.cat([torch.tensor([8.0, 4.0, 2.0]), torch.zeros(97)]).double() + 1e-6 * torch.arange(100)
     )
     *_, last = lanczos_steps(op, 2, tolerance=1e-3, max_iterations=10)
     assert (last.iterations, last.converged) == (10, True)
     *_, last = lanczos_steps(op, 2, tolerance=1e-3)
-    assert (last.iterations, last.converged) == (2 + 20 + 11, True)
+    assert last.converged
+    assert 10 < last.iterations < 20  # half as many again, at least 8
 
 
 def test_the_advice_is_what_helps() -> None:

@@ -124,7 +124,7 @@ def lanczos_steps(
         yield LanczosStep(*found, iteration, done, space.rows[:count], vectors[:, :k], which)
         if done or iteration == max_iterations:  # before a restart, which would rotate what was yielded away
             return
-        settled = enough and worst <= goal / 2 and iteration >= least_products(k) and not spans_all
+        settled = enough and worst <= goal / 2 and not spans_all
         checking = settled and not closed and check.is_over
         most = k + (size - k) // 2
         if checking:  # what has not converged goes, since the new vector does not continue it
@@ -137,19 +137,11 @@ def lanczos_steps(
         space.rows[space.count] = fresh(space.rows[: space.count], generator) if closed or checking else new / rest
 
 
-def least_products(k: int) -> int:
-    """Return the number of products before the first check.
-
-    The first products show several eigenvalues within the tolerance as one. This many tell most of them apart, in fewer
-    products than a check takes for each (`benchmarks/clusters.py`).
-    """
-    return k + 20
-
-
 def check_products(spent: int) -> int:
     """Return the number of products of a check, if the first search took ``spent``.
 
-    A repeated eigenvalue that is hardly separated from the rest takes about as many products to appear again.
+    A repeated eigenvalue that is hardly separated from the rest takes about as many products to appear again
+    (`benchmarks/clusters.py`).
     """
     return max(8, spent // 2)
 
