@@ -93,7 +93,6 @@ def lanczos_steps(
     """
     op, k = operator_of(op), _whole(k)
     size = min(op.size, 3 * k + 20 if basis_size is None else basis_size)
-    spans_all = size == op.size <= 3 * k + 20  # which costs little more than a check, and leaves nothing to check
     _check_request(op, k, which, size, tolerance, max_iterations)
     generator = torch.Generator(op.device).manual_seed(seed)
     space, check = _Space(size, op), _Check()
@@ -124,8 +123,9 @@ def lanczos_steps(
         yield LanczosStep(*found, iteration, done, space.rows[:count], vectors[:, :k], which)
         if done or iteration == max_iterations:  # before a restart, which would rotate what was yielded away
             return
-        settled = enough and worst <= goal / 2 and not spans_all
-        checking = settled and not closed and check.is_over
+        settled = enough and worst <= goal / 2
+        fits = size == op.size <= 2 * iteration  # to span everything costs little more, and leaves nothing to check
+        checking = settled and not closed and not fits and check.is_over
         most = k + (size - k) // 2
         if checking:  # what has not converged goes, since the new vector does not continue it
             converged = int((bounds <= goal / 2).cumprod(0).sum())
@@ -138,12 +138,12 @@ def lanczos_steps(
 
 
 def check_products(spent: int) -> int:
-    """Return the number of products of a check, if the first search took ``spent``.
+    """Return the number of products of a check, if the first search took ``spent``: half of them, within 8 to 64.
 
-    A repeated eigenvalue that is hardly separated from the rest takes about as many products to appear again
-    (`benchmarks/clusters.py`).
+    An eigenvalue that is hardly separated from the rest takes long to appear again (`benchmarks/clusters.py`); a long
+    search for many eigenpairs does not mean that.
     """
-    return max(8, spent // 2)
+    return min(max(8, spent // 2), 64)
 
 
 class _Space:
