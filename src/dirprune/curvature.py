@@ -235,8 +235,8 @@ def top_eigenpairs(
         H v_i = λ_i v_i,    ‖H v_i − λ_i v_i‖ ≤ tolerance · max|λ|
 
     One starting vector shows an eigenvalue that is repeated, or nearly so, only once. When k + 1 pairs have converged,
-    the search therefore continues from a random vector, until half as many products again show nothing new. To follow a
-    long run, iterate `lanczos_steps`.
+    the search therefore continues from a random vector, until half as many products again, but no more than 64, show
+    nothing new. To follow a long run, iterate `lanczos_steps`.
 
     Args:
         op: a `HessianOperator`, a symmetric matrix, or anything with size, dtype, device and @.
