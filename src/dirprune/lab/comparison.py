@@ -13,10 +13,10 @@ runs whose folders are gone, so with these tables alone a comparison can continu
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mode
 
 from dirprune.lab import comparison_plots, plots, recipes, runs
 from dirprune.lab.comparison_plots import layer_bars
@@ -318,7 +318,7 @@ def _both(spread: Spread) -> tuple[float, float]:
 
 def _usual_device(found: Sequence[Ended]) -> str:
     """Return the device that most runs had; "" if there are no runs."""
-    return max(Counter(each.row.device for each in found).items(), key=lambda item: item[1], default=("", 0))[0]
+    return mode(each.row.device for each in found) if found else ""
 
 
 def _costs(rows: Sequence[Row], method: str) -> tuple[float, float]:
