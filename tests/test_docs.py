@@ -196,7 +196,9 @@ def test_the_reference_has_the_signatures_of_the_source() -> None:
 
 
 def arguments(signature: inspect.Signature) -> list[tuple[str, Any, Any]]:
-    return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+    """Return what can be given: without a *name, which is there only to refuse what was given by place."""
+    given = (p for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL)
+    return [(p.name, p.kind, p.default) for p in given]
 
 
 def slug(heading: str) -> str:

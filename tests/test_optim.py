@@ -633,9 +633,12 @@ def test_numbers_of_other_kinds_become_floats() -> None:
         ({"c": -1.0}, ["c=-1.0", "≥ 0"]),
         ({"c": math.nan}, ["c=nan"]),
         ({"c": math.inf}, ["c=inf", "finite"]),
-        ({"mu": 0.0}, ["mu=0.0", "> 0"]),
+        ({"mu": 0.0}, ["mu=0.0", "(0, 1]"]),
+        ({"mu": 1.3}, ["mu=1.3", "(0, 1]", "outgrows"]),
         ({"mu": math.nan}, ["mu=nan"]),
-        ({"mu": math.inf}, ["mu=inf", "finite"]),
+        ({"mu": math.inf}, ["mu=inf", "(0, 1]"]),
+        ({"lr": 1e306, "c": 1e-3}, ["lr=1e+306 and c=0.001", "float64"]),
+        ({"c": 1e308, "lr": 10.0}, ["lr=10.0 and c=1e+308", "float64"]),
         ({"momentum": 1.0}, ["momentum=1.0", "[0, 1)"]),
         ({"momentum": -0.1}, ["momentum=-0.1"]),
         ({"weight_decay": -1e-4}, ["weight_decay=-0.0001"]),
@@ -657,7 +660,34 @@ def test_bad_options_are_named(options: dict[str, Any], words: list[str]) -> Non
         assert all(word in str(error.value) for word in words), error.value
 
 
-@pytest.mark.parametrize("mu", [0.4, 0.5, 1.0, 1.3])
+def test_a_call_meant_for_sgd_is_refused_and_shows_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r"GRDA\(params, lr=0.1, momentum=0.9\).*c=0.9"):
+        GRDA([nn.Parameter(torch.ones(2))], 0.1, 0.9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("option", "value"), [("lr", math.nan), ("c", -1.0), ("mu", 2.0), ("momentum", 1.0), ("weight_decay", math.inf)]
+)
+def test_an_option_spoilt_between_steps_is_named_before_anything_changes(
+    path: dict[str, Any], option: str, value: float
+) -> None:
+    params = [[p] for p in parameters()[:2]]
+    optimizer = GRDA([{"params": group} for group in params], lr=0.1, c=0.1, momentum=0.5, **path)
+    flat = [p for group in params for p in group]
+    drive(optimizer, flat, range(2))
+    before = copy.deepcopy(optimizer.state_dict()["state"]), [p.detach().clone() for p in flat]
+    group = optimizer.param_groups[1]
+    group[option] = torch.tensor(value) if isinstance(group[option], Tensor) else value
+    with pytest.raises(ValueError, match=rf"^{option}={value}"):
+        drive(optimizer, flat, range(2, 3))
+    for p, q in zip(flat, before[1], strict=True):
+        assert torch.equal(p, q)
+    for index, state in before[0].items():
+        assert all(torch.equal(optimizer.state_dict()["state"][index][key], value) for key, value in state.items())
+
+
+@pytest.mark.parametrize("mu", [0.4, 0.5, 1.0])
 def test_mu_outside_the_range_of_the_theory_is_allowed(mu: float) -> None:
     params = parameters()
     optimizer = GRDA(params, lr=0.1, c=0.1, mu=mu)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, zip_longest
 from operator import attrgetter
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class GRDA(Optimizer):
         params: parameters or parameter groups, as for any torch optimizer; see also `prunable_groups`.
         lr: learning rate γ, a number or a tensor.
         c: how much to prune. Published runs: 5e-4 (VGG16), 1e-3 (WRN28x10), 1e-3 to 1e-2 (ResNet50).
-        mu: how fast the threshold grows, μ > 0; the theory asks for (0.5, 1), published runs used 0.4 to 0.85.
+        mu: how fast the threshold grows, 0 < μ ≤ 1; the theory asks for (0.5, 1), published runs used 0.4 to 0.85.
         momentum, nesterov, weight_decay, maximize: as in `torch.optim.SGD`; they act on the gradient before it enters
             the accumulator.
         foreach, fused: force or forbid a path; by default the fastest for the device (CUDA: fused, else foreach; CPU:
@@ -67,9 +67,9 @@ class GRDA(Optimizer):
         self,
         params: ParamsT,
         lr: float | Tensor = 0.1,
+        *misplaced: NoReturn,
         c: float = 5e-4,
         mu: float = 0.51,
-        *,
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,
@@ -78,6 +78,12 @@ class GRDA(Optimizer):
         fused: bool | None = None,
         capturable: bool = False,
     ) -> None:
+        if misplaced:
+            given: object = misplaced[0]
+            raise TypeError(
+                f"GRDA(params, {lr}, {given}) leaves open what {given} is; if it is the momentum, as in SGD, write "
+                f"GRDA(params, lr={lr}, momentum={given}); if it is the pruning strength, write c={given}"
+            )
         defaults = {
             "lr": lr,
             "c": c,
@@ -210,6 +216,9 @@ class GRDA(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not torch.compiler.is_compiling():
+            for group in self.param_groups:
+                check_options(group, wait=False)
         self._adopt()
         for index, group in enumerate(self.param_groups):
             params: list[Tensor] = []

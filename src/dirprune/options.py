@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Real
 from typing import Any
 
@@ -16,10 +17,14 @@ MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximiz
 _NUMBERS = {"lr": 0.1, "c": 5e-4, "mu": 0.51, "momentum": 0.9, "weight_decay": 5e-4}  # with an example value of each
 _ROUNDING = 1e-12
 """How far below 0 rounding may leave a scheduler that ends at 0; a state saved with such a rate must load."""
+_LOG_LARGEST = math.log(sys.float_info.max)
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """Raise a ValueError if an option cannot be used, and convert numbers to plain floats in place."""
+def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
+    """Raise a ValueError if an option cannot be used, and convert numbers to plain floats in place.
+
+    Without ``wait``, a rate that lies on a device is not read, because the host would wait for it.
+    """
     for name, example in _NUMBERS.items():
         value = options[name]
         if name == "lr" and isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
@@ -27,13 +32,18 @@ def check_options(options: dict[str, Any]) -> None:
         if not isinstance(value, Real):
             raise ValueError(f"{name}={value!r} is not a number; give one, e.g. {name}={example:g}")
         options[name] = float(value)  # a numpy number or a Fraction could not be saved with the state
-    lr, c, mu, momentum, weight_decay = (number(options[name]) for name in _NUMBERS)
+    lr = options["lr"]
+    lr = number(lr) if wait or not isinstance(lr, Tensor) or _is_on_host(lr) else 0.0
+    c, mu, momentum, weight_decay = (options[name] for name in _NUMBERS if name != "lr")
     if not lr >= -_ROUNDING or math.isinf(lr):
         raise ValueError(f"lr={lr} is not a learning rate; give a finite number ≥ 0, e.g. lr=0.1")
     if not c >= 0 or math.isinf(c):
         raise ValueError(f"c={c} is not a pruning strength; give a finite number ≥ 0, e.g. c=5e-4 (c=0 prunes nothing)")
-    if not mu > 0 or math.isinf(mu):
-        raise ValueError(f"mu={mu} is not a growth exponent; give a finite number > 0, typically between 0.5 and 1")
+    if not 0 < mu <= 1:
+        raise ValueError(
+            f"mu={mu} is not a growth exponent; give a number in (0, 1], e.g. mu=0.51: above 1 the threshold outgrows "
+            "every weight in the end"
+        )
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum={momentum} is out of range; give a number in [0, 1), e.g. momentum=0.9")
     if options["nesterov"] and momentum == 0:
@@ -42,8 +52,15 @@ def check_options(options: dict[str, Any]) -> None:
         raise ValueError(
             f"weight_decay={weight_decay} is not a decay; give a finite number ≥ 0, e.g. weight_decay=5e-4"
         )
+    # At μ ≤ 1 the first step's growth, at a rate that stays, is the largest.
+    if lr > 0 and math.log(max(c, 1.0)) + (mu + 0.5) * math.log(lr / (1 - momentum)) > _LOG_LARGEST:
+        raise ValueError(f"lr={lr} and c={c} give a threshold beyond the range of float64; give smaller ones")
     if options["foreach"] and options["fused"]:
         raise ValueError("foreach=True and fused=True exclude each other; give one of them, or neither for the default")
+
+
+def _is_on_host(lr: Tensor) -> bool:
+    return lr.is_cpu and type(lr) in (Tensor, torch.nn.Parameter)  # a fake or a traced tensor has no value
 
 
 def number(value: Any) -> float:

@@ -35,8 +35,8 @@ class Grda(Method):
     def __init__(self, *, c: float | None = None, mu: float | None = None) -> None:
         if c is not None and not 0 <= c < math.inf:
             raise ValueError(f"c={c} cannot be used; give a finite number ≥ 0, or None for the optimizer's own")
-        if mu is not None and not 0 < mu < math.inf:
-            raise ValueError(f"mu={mu} cannot be used; give a finite number > 0, or None for the optimizer's own")
+        if mu is not None and not 0 < mu <= 1:
+            raise ValueError(f"mu={mu} cannot be used; give a number in (0, 1], or None for the optimizer's own")
         self.c = c
         self.mu = mu
 
