@@ -309,7 +309,6 @@ if torch.cuda.is_available():
     @pytest.mark.filterwarnings("ignore")  # the compiler's advice on performance
     @pytest.mark.parametrize("make", [captured_grda, captured_sgd])
     def test_captured_wide_resnets_train_as_plain_ones(make: Callable[[nn.Module], Optimizer]) -> None:
-        """Compiled, they leave out the biases of convolutions before BatchNorm, which would cancel them."""
         execution = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True)
         work = [(interpolate(x.expand(-1, 3, -1, -1), scale_factor=4.0), y) for x, y in batches([64] * 50)]
         results = []

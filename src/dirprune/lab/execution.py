@@ -17,7 +17,6 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from dirprune.graphs import Captured, record
-from dirprune.lab.models import rectified
 
 PRECISIONS = ("float32", "bfloat16")
 
@@ -87,7 +86,7 @@ class Execution:
         """Return a model or function, compiled if ``compile`` is set. Every batch shape is compiled separately."""
         if not self.compile:
             return function
-        compiled: Any = rectified.kernels()(torch.compile(function, dynamic=False))
+        compiled: Any = torch.compile(function, dynamic=False)
         return compiled  # type: ignore[no-any-return]
 
 

@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dirprune.lab.models.rectified import Branches, rectified, summed
-
 
 class WideBlock(nn.Module):
-    """Two pre-activation 3×3 convolutions beside a shortcut that sees the raw input; the second one strides.
-
-    A block ends with a sum, which is computed by the BatchNorm after it. Blocks therefore take and return branches.
-    """
+    """Two pre-activation 3×3 convolutions beside a shortcut that sees the raw input; the second one strides."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -23,9 +18,11 @@ class WideBlock(nn.Module):
         same_shape = stride == 1 and channels == width
         self.shortcut: nn.Module = nn.Identity() if same_shape else nn.Conv2d(channels, width, 1, stride=stride)
 
-    def forward(self, branches: Branches) -> Branches:
-        x, out = summed(branches, self.bn1)
-        return (self.conv2, rectified(self.conv1, self.bn2, out)), (self.shortcut, x)
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.conv1(F.relu(self.bn1(x)))
+        out = self.conv2(F.relu(self.bn2(out)))
+        result: Tensor = out + self.shortcut(x)
+        return result
 
 
 class WideResNet(nn.Module):
@@ -42,8 +39,8 @@ class WideResNet(nn.Module):
         self.linear = nn.Linear(64 * width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        branches = self.layer3(self.layer2(self.layer1(((self.conv1, images),))))
-        _, out = summed(branches, self.bn1)
+        out = self.layer3(self.layer2(self.layer1(self.conv1(images))))
+        out = F.relu(self.bn1(out))
         logits: Tensor = self.linear(F.avg_pool2d(out, 8).flatten(1))
         return logits
 
