@@ -140,8 +140,8 @@ def lanczos_steps(
 def check_products(spent: int) -> int:
     """Return the number of products of a check, if the first search took ``spent``: half of them, within 8 to 64.
 
-    An eigenvalue that is hardly separated from the rest takes long to appear again (`benchmarks/clusters.py`); a long
-    search for many eigenpairs does not mean that.
+    An eigenvalue that is hardly separated from the rest takes long to appear again; a long search for many eigenpairs
+    does not mean that.
     """
     return min(max(8, spent // 2), 64)
 
