@@ -159,7 +159,7 @@ def test_a_checkpoint_from_before_methods_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"density": 0.1, "sparsity": 0.5}, {}])
 def test_options_that_do_not_make_the_method_are_refused(options: dict[str, float], tmp_path: Path) -> None:
     recipe = replace(RECIPES["noisy-rigl"], options=tuple(options.items()))
-    with pytest.raises(ValueError, match=r"do not make rigl; it takes sparsity, alpha, every, until, rescale, seed"):
+    with pytest.raises(ValueError, match=r"do not make rigl; it takes sparsity, alpha, every, until, seed"):
         finish(runs.create(tmp_path / "run", recipe))
 
 

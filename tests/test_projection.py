@@ -73,20 +73,12 @@ def rows_of(events: Iterator[Progress | ProjectionRow]) -> list[ProjectionRow]:
     return [event for event in events if isinstance(event, ProjectionRow)]
 
 
-def dense_eigenpairs(
-    run: Run, epoch: int, lanczos: Lanczos, ranks: slice = slice(None)
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the eigenpairs, largest first, of the tiny network's training Hessian, computed in full in float64.
-
-    The Hessian is that of the examples with these ranks, where rank 0 is the example with the largest loss.
-    """
+def dense_eigenpairs(run: Run, epoch: int, lanczos: Lanczos) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the eigenpairs, largest first, of the tiny network's training Hessian, computed in full in float64."""
     bench = subject(run.recipe, lanczos, device=CPU)
     bench.load(runs.weights_of(run, epoch)[1])
     model = bench.model.double().eval()
     inputs, targets = (torch.cat(part) for part in zip(*bench.curved, strict=True))
-    with torch.no_grad():
-        worst = cross_entropy(model(inputs.double()), targets, reduction="none").argsort(descending=True)[ranks]
-    inputs, targets = inputs[worst], targets[worst]
     names = {name: p.detach() for name, p in model.named_parameters()}
     flat = torch.cat([p.reshape(-1) for p in names.values()])
 
@@ -117,37 +109,6 @@ def test_shares_are_those_of_a_dense_eigendecomposition(trained: dict[str, Run],
         assert row.examples == pytest.approx(200, abs=5)
         found = [r.eigenvalue for r in spectrum if r.epoch == row.epoch]
         assert found == pytest.approx(values[:4].tolist(), rel=1e-4)
-
-
-@pytest.mark.parametrize("ranks", [(20, None), (0, 30), (5, 60)])
-def test_the_hessian_of_the_examples_with_some_ranks_by_loss(
-    trained: dict[str, Run], tmp_path: Path, ranks: tuple[int, int | None]
-) -> None:
-    asked = replace(TIGHT, by_loss=ranks)
-    [one, two] = rows_of(project(trained["sgd"], [trained["grda"]], tmp_path, k=3, lanczos=asked, device=CPU))
-    assert one.examples == two.examples == len(range(199)[slice(*ranks)])  # 200, rounded in each class
-    spectrum = read_rows(tmp_path / "eigenvalues.csv", EigenvalueRow)
-    for row in (one, two):  # examples are ranked by their loss in the same epoch
-        values, vectors = dense_eigenpairs(trained["sgd"], row.epoch, TIGHT, slice(*ranks))
-        found = [r.eigenvalue for r in spectrum if r.epoch == row.epoch]
-        assert found == pytest.approx(values[:3].tolist(), rel=1e-4)
-        a, b = (runs.weights_of(trained[name], row.epoch)[1] for name in ("sgd", "grda"))
-        names = [name for name in a if "running" not in name and "num_batches" not in name]
-        delta = torch.cat([(b[name].double() - a[name].double()).reshape(-1) for name in names])
-        assert row.share == pytest.approx(float((vectors[:, :3].T @ delta).norm() / delta.norm()), rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("text", "ranks"), [("2:", (2, None)), (":100", (0, 100)), ("5:60", (5, 60)), (":", (0, None))]
-)
-def test_ranks_are_read(text: str, ranks: tuple[int, int | None]) -> None:
-    assert cli_research._ranks("--by-loss", text) == ranks
-
-
-@pytest.mark.parametrize("text", ["2", "a:b", "-3:", "5:5", "9:2", "1:2:3", ""])
-def test_ranks_that_cannot_be_read_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"--by-loss .* write e\.g\. 2: "):
-        cli_research._ranks("--by-loss", text)
 
 
 def test_finished_epochs_are_kept_and_new_runs_are_added(trained: dict[str, Run], tmp_path: Path) -> None:
@@ -391,13 +352,8 @@ def test_other_bad_requests_are_refused(trained: dict[str, Run], tmp_path: Path)
         list(project(sgd, [grda], tmp_path, lanczos=Lanczos(examples=9999), device=CPU))
     with pytest.raises(ValueError, match="precision='half'"):
         Lanczos(precision="half")
-    for ranks in ((-3, None), (5, 2)):
-        with pytest.raises(ValueError, match=r"by_loss=.*give a first rank from 0, and a last one above it"):
-            Lanczos(by_loss=ranks)
     with pytest.raises(ValueError, match="examples=1: the same fraction of every class rounds to no examples"):
         list(project(sgd, [grda], tmp_path / "one", lanczos=Lanczos(examples=1), device=CPU))
-    with pytest.raises(ValueError, match="by_loss=300:: there are only 199 examples"):
-        list(project(sgd, [grda], tmp_path / "ranks", lanczos=replace(TIGHT, by_loss=(300, None)), device=CPU))
 
 
 def test_a_part_of_the_data_is_stratified_and_fixed(trained: dict[str, Run]) -> None:

@@ -170,6 +170,10 @@ def test_settings_are_noted_once_and_sessions_each_time(tmp_path: Path) -> None:
     assert [session["device"] for session in noted["sessions"]] == ["cpu", "gpu"]
     with pytest.raises(OtherSettings, match="examples=None, not examples=5"):
         settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": 5}, {}, table="rows.csv")
+    with pytest.raises(OtherSettings, match="k=10, not k=None"):  # a setting of an older version
+        settle(tmp_path, {"epochs": (1, 2)}, {}, table="rows.csv")
+    settle(tmp_path, {"k": 10, "epochs": (1, 2), "new": None}, {"device": "cpu"}, table="rows.csv")
+    noted["sessions"].append({"device": "cpu"})
     assert json.loads((tmp_path / "settings.json").read_text()) == noted
 
 

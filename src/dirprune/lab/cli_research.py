@@ -79,14 +79,6 @@ def project(
         str | None, typer.Option(help="Epochs to measure, e.g. 10,300,600.", show_default="all that the runs share")
     ] = None,
     examples: ExamplesOption = None,
-    by_loss: Annotated[
-        str | None,
-        typer.Option(
-            help="Keep only examples in this range of loss ranks, largest loss first: `2:` drops the two largest, "
-            "`:100` keeps the 100 largest.",
-            show_default="all",
-        ),
-    ] = None,
     batch_size: BatchOption = 500,
     precision: PrecisionOption = "float32",
     tolerance: Annotated[float, typer.Option(help="Residual to accept, relative to the largest eigenvalue.")] = 1e-3,
@@ -116,15 +108,7 @@ def project(
             out,
             k=k,
             epochs=integers("--epochs", epochs) if epochs else None,
-            lanczos=Lanczos(
-                examples,
-                batch_size,
-                precision,
-                tolerance,
-                max_iterations,
-                seed,
-                by_loss=_ranks("--by-loss", by_loss) if by_loss is not None else None,
-            ),
+            lanczos=Lanczos(examples, batch_size, precision, tolerance, max_iterations, seed),
             device=where,
             root=data or sgd.last_root(),
         )
@@ -249,15 +233,6 @@ def connect(
         else:
             emit(json.loads((out / "summary.json").read_text()))
         say(f"Numbers, {'weights of the bend ' if fit else ''}and figures: {out}")
-
-
-def _ranks(option: str, text: str) -> tuple[int, int | None]:
-    """Read an option like 2: or :100."""
-    first, colon, last = text.partition(":")
-    numbers = all(not word or word.isdecimal() for word in (first, last))
-    if not (colon and numbers and (not last or int(last) > int(first or 0))):
-        raise ValueError(f"{option} {text!r} is not a range of ranks; write e.g. 2: to drop the two largest, or :100")
-    return int(first or 0), int(last) if last else None
 
 
 def _stop(interruption: Interruption) -> NoReturn:

@@ -126,10 +126,9 @@ def _measure_epoch(
     bench: Subject, runs: Sequence[Run], epoch: int, k: int, lanczos: Lanczos, out: Path
 ) -> Generator[Progress, None, list[ProjectionRow]]:
     """Yield progress; measure these runs at the subject's weights, add the rows to the tables, and return them."""
-    here = yield from bench.ranked(lanczos, what=f"epoch {epoch}")
-    journal = Journal(here.hessian, _products(out, epoch))
-    pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what=f"epoch {epoch}", judge=here.judge)
-    rows = [_measure(run, epoch, here, pairs, goal) for run in runs]
+    journal = Journal(bench.hessian, _products(out, epoch))
+    pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what=f"epoch {epoch}", judge=bench.judge)
+    rows = [_measure(run, epoch, bench, pairs, goal) for run in runs]
     values = _eigenvalues(epoch, pairs)
     merge_rows(out / "eigenvalues.csv", EigenvalueRow, values, key=("epoch", "index"), in_order=True)
     merge_rows(out / "projection.csv", ProjectionRow, rows, key=("epoch", "run"), in_order=True)

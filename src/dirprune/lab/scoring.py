@@ -127,7 +127,6 @@ def score(
     bench = subject(run.recipe, lanczos, device=device, root=root)
     with measuring(out, settings | asdict(lanczos), environment(device), table="score.csv", files=files):
         bench.load(state)
-        bench = yield from bench.ranked(lanczos, what="eigenpairs")
         yield from _prune_all(bench, state, out, ks, grid, samples, recalibrate, lanczos)
         shutil.rmtree(out / PRODUCTS, ignore_errors=True)
 

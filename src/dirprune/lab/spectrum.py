@@ -26,7 +26,6 @@ from dirprune.lab.progress import Progress
 from dirprune.lab.recipes import Recipe
 from dirprune.lab.resident import ResidentLoader
 from dirprune.lanczos import Eigenpairs, lanczos_steps
-from dirprune.modes import eval_mode
 from dirprune.operators import SymmetricOperator
 
 PRECISIONS = ("float32", "tf32", "bfloat16")
@@ -48,8 +47,6 @@ class Lanczos:
         tolerance: the largest residual to accept, relative to the largest |eigenvalue|.
         max_iterations: the maximum number of Hessian products for one set of eigenpairs.
         seed: seed of the first Lanczos vector.
-        by_loss: keep only examples in this range of loss ranks, largest loss first: (2, None) drops the two with the
-            largest loss.
     """
 
     examples: int | None = None
@@ -58,7 +55,6 @@ class Lanczos:
     tolerance: float = 1e-3
     max_iterations: int = 300
     seed: int = 0
-    by_loss: tuple[int, int | None] | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -67,9 +63,6 @@ class Lanczos:
             raise ValueError(f"examples={self.examples}: give a positive number, or none for the whole training set")
         if not 0 <= self.tolerance < math.inf:
             raise ValueError(f"tolerance={self.tolerance}: give the largest residual to accept, e.g. 1e-3")
-        first, last = self.by_loss or (0, None)
-        if first < 0 or (last is not None and last <= first):
-            raise ValueError(f"by_loss={self.by_loss}: give a first rank from 0, and a last one above it or none")
 
 
 @dataclass(frozen=True)
@@ -89,20 +82,6 @@ class Subject:
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state)
-
-    def ranked(self, lanczos: Lanczos, *, what: str) -> Generator[Progress, None, Subject]:
-        """Return the subject with its Hessian restricted to the examples that ``by_loss`` selects at its weights."""
-        if lanczos.by_loss is None:
-            return self
-        found = yield from losses(self.model, self.curved, tf32=lanczos.precision != "float32", what=what)
-        order = found.argsort(descending=True, stable=True)
-        rows = order[slice(*lanczos.by_loss)].sort().values
-        if not len(rows):
-            first, last = lanczos.by_loss
-            raise ValueError(f"by_loss={first}:{last or ''}: there are only {len(order)} examples; take other ranks")
-        curved = chosen(self.curved, rows)
-        hessian, judge = _operators(self.model, curved, lanczos)
-        return replace(self, hessian=hessian, judge=judge, curved=curved)
 
 
 def subject(recipe: Recipe, lanczos: Lanczos, *, device: torch.device, root: Path | None = None) -> Subject:
@@ -162,16 +141,6 @@ def _resident(loader: Loader) -> ResidentLoader:
     if not isinstance(loader, ResidentLoader):
         raise ValueError(f"a {type(loader).__name__} cannot be divided; use all examples")
     return loader
-
-
-def losses(model: nn.Module, loader: Loader, *, tf32: bool, what: str) -> Generator[Progress, None, Tensor]:
-    """Yield progress; return the loss of every example, in eval mode."""
-    found = []
-    for inputs, targets in loader:
-        with torch.no_grad(), eval_mode(model), conv_precision(tf32=tf32):
-            found.append(cross_entropy(model(inputs), targets, reduction="none"))
-        yield Progress(f"{what}, losses", len(found), len(loader), unit="batches")
-    return torch.cat(found)
 
 
 class Guarded:

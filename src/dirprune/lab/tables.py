@@ -175,10 +175,10 @@ def settle(
         raise ValueError(f"{path} is gone, which says how the rows of {table} were measured; {remedy}")
     if not noted["settings"].keys() & wanted.keys():
         raise OtherSettings(f"{folder} holds other measurements; give another --out")
-    differing = [key for key in wanted if noted["settings"].get(key) != wanted[key]]
+    known_settings = noted["settings"]
+    differing = [key for key in wanted | known_settings if known_settings.get(key) != wanted.get(key)]
     if differing:
-        there = ", ".join(f"{key}={noted['settings'].get(key)}" for key in differing)
-        here = ", ".join(f"{key}={wanted[key]}" for key in differing)
+        there, here = (", ".join(f"{key}={each.get(key)}" for key in differing) for each in (known_settings, wanted))
         raise OtherSettings(f"{folder} was started with {there}, not {here}; give another --out, or delete it")
     known: dict[str, str] = noted.setdefault("files", {})
     for name, checksum in (files or {}).items():

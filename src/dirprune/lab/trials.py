@@ -98,13 +98,6 @@ _CONTESTANTS = (
         "in networks without normalisation",
     ),
     Contestant(
-        "rigl-rescaled",
-        "RigL, rescaled",
-        "rigl",
-        "sorting each layer's weights twice, every 100 steps or more often; its first weights are divided by √density",
-        options=(("rescale", True),),
-    ),
-    Contestant(
         "amc",
         "AMC",
         "amc",

@@ -102,7 +102,6 @@ class RigL(Masked):
         alpha: the fraction of a layer's weights that move at first.
         every: ΔT, the steps between moves; by default 100, or a tenth of T_end if that is less.
         until: T_end as a fraction of training.
-        rescale: divide the initial weights by √density; by default in networks without normalisation.
         seed: that of the initial connections.
 
     Example:
@@ -123,7 +122,6 @@ class RigL(Masked):
         alpha: float = 0.3,
         every: int | None = None,
         until: float = 0.75,
-        rescale: bool | None = None,
         seed: int = 0,
     ) -> None:
         check_sparsity(sparsity)
@@ -136,7 +134,6 @@ class RigL(Masked):
         self.alpha = alpha
         self.every = every
         self.until = until
-        self.rescale = rescale
         self.seed = seed
 
     def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
@@ -150,7 +147,7 @@ class RigL(Masked):
                 for number, (name, shape, count) in enumerate(zip(self.layer_weights, shapes, counts, strict=True))
             }
         )
-        if not is_normalised(model) if self.rescale is None else self.rescale:
+        if not is_normalised(model):
             with torch.no_grad():
                 for weight, count in zip(self.layer_weights.values(), counts, strict=True):
                     weight.mul_(math.sqrt(weight.numel() / max(count, 1)))
