@@ -11,8 +11,9 @@ import torch
 
 from dirprune.lab import theory_report
 from dirprune.lab.tables import read_rows
-from dirprune.lab.theory_plots import LimitPath, limit_figure, theorem_figure
+from dirprune.lab.theory_plots import LimitPath, limit_figure, theorem_figure, valley_figure
 from dirprune.lab.theory_report import Value, report, study
+from dirprune.lab.valley import ACROSS, valley
 from dirprune.limit_law import LimitRow, Moments
 from dirprune.theory import TheoremRow, tiny_network
 
@@ -40,7 +41,8 @@ def test_report_yields_all_parts_and_writes_what_it_yielded(tmp_path: Path) -> N
         ("network", 0.1),
         ("network", 0.03),
     ]
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"theory-theorem.png", "theory-limit.png"}
+    names = {"theory-valley.png", "theory-theorem.png", "theory-limit.png"}
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == names
     lines = read_rows(tmp_path / "theory.csv", Value)
     for found in findings:
         written = {v.quantity: v.value for v in lines if (v.part, v.gamma) == (found.part, found.row.gamma)}
@@ -74,3 +76,33 @@ def test_limit_figure_draws_the_moments() -> None:
     assert list(spreads.get_lines()[0].get_ydata()) == [0, 1, 2]
     assert errors.get_lines()[0].get_ydata()[0] == 0.2
     assert math.isclose(errors.get_lines()[3].get_ydata()[0], 0.15)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_in_the_valley_grda_ends_sparse_at_the_loss_of_sgd(seed: int) -> None:
+    found = valley(seed=seed)
+    sgd, grda = found.sgd[-1], found.grda[-1]
+    assert torch.equal(found.sgd[0], found.grda[0])
+    assert grda[0] > sgd[0] > 0  # it grows to make up for the other
+    assert grda[1] == 0 < sgd[1]
+    # The only minimiser with w₂ = 0 has w₁ = (x·y)/(x·x); SGD's noise is what keeps both away from the minimum.
+    x, y = found.problem.features[0], found.problem.targets[0]
+    assert grda[0] == pytest.approx(float(x[:, 0] @ y / (x[:, 0] @ x[:, 0])), abs=0.05)
+    along = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    assert float(along @ ACROSS) == pytest.approx(0)
+    # Definition 1 leaves SGD's weights along the valley until w₂ is zero, and its λ is large enough to overshoot.
+    moves = found.pruned - sgd
+    inside = found.pruned[:, 1] > 0
+    torch.testing.assert_close(moves[inside] @ ACROSS, torch.zeros_like(moves[inside, 0]), rtol=0, atol=1e-12)
+    assert 0 < inside.sum() < len(inside)
+    # Until then gRDA goes the same way.
+    near = found.grda[len(found.grda) // 2] - found.sgd[len(found.grda) // 2]
+    assert torch.nn.functional.cosine_similarity(near, along, dim=0) > 0.97
+
+
+def test_valley_figure_draws_the_paths() -> None:
+    found = valley(t=20.0)
+    axes = valley_figure(found).axes[0]
+    lines = [torch.from_numpy(line.get_xydata()) for line in axes.get_lines()[:3]]
+    for line, path in zip(lines, (found.grda, found.sgd, found.pruned), strict=True):
+        assert torch.equal(line, path)

@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullFormatter, ScalarFormatter
 
 from dirprune.lab.plots import GREY, add_legend, colour, panels, styled
+from dirprune.lab.valley import Valley
 from dirprune.limit_law import LimitRow, Moments
 from dirprune.theory import TheoremRow
 
@@ -109,3 +110,34 @@ def _draw_moments(means: Axes, spreads: Axes, path: LimitPath, j: int, index: in
     label = "" if index else f"points: {path.runs} runs at γ = {path.gamma:g}"
     means.errorbar(times, mean, yerr=bars, label=label, **style)
     spreads.plot(times, std, **style)
+
+
+@styled
+def valley_figure(found: Valley) -> Figure:
+    """Draw the paths of two weights over the loss: SGD's, gRDA's, and that of Definition 1 as λ grows."""
+    figure, [axes] = panels(1, size=(4.4, 3.4))
+    (x,), (y,) = found.problem.features.numpy(), found.problem.targets.numpy()
+    first, second = np.meshgrid(np.linspace(0, 1.95, 200), np.linspace(0, 1.4, 200))
+    errors = x[:, :1, None] * first + x[:, 1:, None] * second - y[:, None, None]  # [N, 200, 200]
+    loss = np.mean(errors**2, axis=0) / 2
+    levels = loss.min() + (loss.max() - loss.min()) * np.linspace(0, 1, 12) ** 2
+    axes.contourf(first, second, loss, levels=levels, cmap="Greys", alpha=0.55)
+    start, w, end = (weights.numpy() for weights in (found.sgd[0], found.sgd[-1], found.grda[-1]))
+    axes.fill([0, w[0], w[0], 0], [0, 0, w[1], w[1]], color=colour(5), alpha=0.3, linewidth=0)
+    axes.plot(*found.grda.T.numpy(), color=colour(1), linewidth=0.6)
+    axes.plot(*found.sgd.T.numpy(), color=colour(0), linewidth=1.0)
+    axes.plot(*found.pruned.T.numpy(), color="black", linestyle=(0, (4, 2)), linewidth=1.0)
+    for point, dot in ((start, "black"), (w, colour(0)), (end, colour(1))):
+        axes.plot(*point, "o", color=dot, markersize=4.5, clip_on=False, zorder=3)
+    for text, place, ink in (
+        ("start", (0.17, 0.95), "black"),
+        ("SGD", (0.84, 1.13), colour(0)),
+        ("gRDA ends in the valley\nwith w$_2$ = 0", (1.34, 0.07), colour(1)),
+        ("directional pruning of\nSGD's weights, as λ grows", (1.06, 0.66), "black"),
+        ("the valley: along it\nthe loss is flat", (0.86, 1.25), GREY),
+        ("shrinking w$_1$ and w$_2$ alone\ncannot stay in the valley", (0.04, 0.05), "#8A5A00"),
+    ):
+        axes.annotate(text, place, color=ink, fontsize=7)
+    axes.set(xlabel="w$_1$", ylabel="w$_2$", aspect="equal", xlim=(0, 1.95), ylim=(0, 1.4))
+    axes.grid(False)
+    return figure

@@ -11,7 +11,8 @@ import torch
 from dirprune.lab.plots import save
 from dirprune.lab.runs import environment
 from dirprune.lab.tables import write_rows
-from dirprune.lab.theory_plots import LimitPath, limit_figure, theorem_figure
+from dirprune.lab.theory_plots import LimitPath, limit_figure, theorem_figure, valley_figure
+from dirprune.lab.valley import valley
 from dirprune.limit_law import LimitRow, limit_moments, limit_rows, simulated_moments
 from dirprune.theory import LeastSquares, TheoremRow, least_squares, theorem_rows, tiny_network
 
@@ -98,6 +99,7 @@ def report(
             theorem[found.part].append(found.row)
         else:
             limit.append(found.row)
+    save(valley_figure(valley(seed=seed)), (figures or out) / "theory-valley.png")
     save(theorem_figure(theorem), (figures or out) / "theory-theorem.png")
     save(limit_figure(limit, path), (figures or out) / "theory-limit.png")
 
