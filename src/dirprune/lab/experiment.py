@@ -18,7 +18,6 @@ from torch.optim import SGD, Optimizer
 from dirprune import GRDA, prunable_groups, sparsity
 from dirprune.lab import baselines, checkpoint, data, models
 from dirprune.lab.baselines import Method
-from dirprune.lab.execution import Execution
 from dirprune.lab.files import as_read
 from dirprune.lab.loader import STATISTICS, Loader
 from dirprune.lab.processes import Process
@@ -26,7 +25,7 @@ from dirprune.lab.recipes import FREE_TO_CHANGE, Recipe, differing
 from dirprune.lab.reward import Reward
 from dirprune.lab.runs import Outcome, Run
 from dirprune.lab.train import Divergence, EpochRecord, train
-from dirprune.modes import eval_mode, seeded
+from dirprune.modes import seeded
 from dirprune.options import MACHINE
 
 SAVE_SECONDS = 60.0
@@ -299,59 +298,36 @@ def _peak_memory(device: torch.device) -> float | None:
 
 
 def check_fit(recipe: Recipe, parts: Parts, device: torch.device) -> None:
-    """Raise unless the network maps these images to one number per class, and can be differentiated.
+    """Raise unless the network maps two images to one number per class, in both modes, and can be differentiated.
 
-    This runs before anything is written. It passes two images through the network in eval mode, then forward and
-    backward in training mode, without an update. Weights, gradients, buffers and random state are restored.
+    This runs before anything is written. Weights, gradients, buffers and random state are restored.
     """
-    model = parts.model
-    inputs = torch.zeros(2, *parts.loaders.shape, device=device)  # the shape suffices; no data are read
-    execution = recipe.execution(device.type)
+    model, execution, shape = parts.model, recipe.execution(device.type), tuple(parts.loaders.shape)
+    what = f"model={recipe.model!r} does not fit data={recipe.data!r}, whose images have shape {shape}"
+    inputs = torch.zeros(2, *shape, device=device).to(memory_format=execution.memory_format)
+    expected = (2, parts.loaders.classes)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with seeded(recipe.seed, device):
-        try:
-            with torch.no_grad(), eval_mode(model):
-                _logits(recipe, parts, inputs, execution)
-            model.train()
-            logits = _logits(recipe, parts, inputs, execution)
-            with models.blamed(recipe.model):
-                logits.float().logsumexp(1).sum().backward()  # type: ignore[no-untyped-call]
-        finally:
-            model.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    if name in buffers:
-                        buffer.copy_(buffers[name])
-
-
-def _logits(recipe: Recipe, parts: Parts, inputs: Tensor, execution: Execution) -> Tensor:
-    """Return the network's logits for the inputs; raise if they cannot be trained on."""
-    what = (
-        f"model={recipe.model!r} does not fit data={recipe.data!r}, whose images have shape {tuple(inputs.shape[1:])}"
-    )
     try:
-        with (
-            models.blamed(recipe.model, f"on images of shape {tuple(inputs.shape[1:])}"),
-            execution.autocast(inputs.device),
-        ):
-            outputs = parts.model(inputs.to(memory_format=execution.memory_format))
+        for mode in (False, True):
+            with seeded(recipe.seed, device), execution.autocast(device):
+                outputs = model.train(mode)(inputs)
+            if not isinstance(outputs, Tensor) or outputs.shape != expected:
+                gives = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+                raise ValueError(f"it gives {gives} for two images, not a tensor of shape {expected}")
+        outputs.float().logsumexp(1).sum().backward()
     except models.OF_DEVICE:
         raise
-    except RuntimeError as error:  # in one of our own networks
-        raise ValueError(f"{what}: {str(error).splitlines()[0]}; choose another --model or recipe") from error
-    if not isinstance(outputs, Tensor):
-        mode = " in training mode" if parts.model.training else ""
+    except Exception as error:
         raise ValueError(
-            f"model={recipe.model!r} returns a {type(outputs).__name__}{mode}, not a tensor; wrap it to return its "
-            "logits"
-        )
-    shape = tuple(outputs.shape)
-    if shape != (len(inputs), parts.loaders.classes):
-        raise ValueError(
-            f"{what} in {parts.loaders.classes} classes: it gives shape {shape} for {len(inputs)} of them; its last "
-            "layer must have one output per class"
-        )
-    return outputs
+            f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}; choose another --model or recipe, or "
+            "correct your own: DIRPRUNE_TRACEBACK=1 shows where it failed"
+        ) from error
+    finally:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
 
 
 def _check_batches(recipe: Recipe, train_set: Loader) -> None:

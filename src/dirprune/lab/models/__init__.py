@@ -6,7 +6,6 @@ import importlib
 import inspect
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +31,6 @@ _BUILDERS: dict[str, Callable[[int], nn.Module]] = {
 NAMES = (*_BUILDERS, "wrn28x10")
 OF_DEVICE = tuple(getattr(torch, name) for name in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, name))
 """Errors of the device, for which no network is to blame; torch 2.6 has only the first."""
-_TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).parents[2]
 
 
 def build(name: str, classes: int) -> nn.Module:
@@ -62,48 +60,23 @@ def build(name: str, classes: int) -> nn.Module:
 
 def _build_own(spec: str, classes: int) -> nn.Module:
     """Import ``package.module:callable`` and call it."""
-    module_name, _, attribute = spec.partition(":")
-    if module_name.endswith(".py"):
-        right = f"{module_name.removesuffix('.py').replace('/', '.')}:{attribute}"
-        raise ValueError(f"model={spec!r} names a file; write {right}, without .py")
-    try:
-        with _current_folder():
-            module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:  # ValueError: an empty module name
-        raise ValueError(
-            f"model={spec!r}: cannot import {module_name!r} ({error}); is it in this folder, installed, or its folder "
-            "on PYTHONPATH?"
-        ) from error
-    except Exception as error:
-        raise _at_fault(spec, error) from error
-    make = getattr(module, attribute, None)
-    if not callable(make):
-        found = f"is of type {type(make).__name__}" if hasattr(module, attribute) else "does not exist"
-        raise ValueError(f"model={spec!r}: {attribute!r} in {module_name!r} {found}; name a function or class there")
-    arguments = _class_argument(spec, make, classes)
+    module, _, attribute = spec.partition(":")
     try:
         with _current_folder():  # it may import more when it is called
-            model = make(**arguments)
+            make = getattr(importlib.import_module(module), attribute)
+            model = make(**_class_argument(make, classes))
     except Exception as error:
-        raise _at_fault(spec, error) from error
-    if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model={spec!r} returned a value of type {type(model).__name__}; it must return a torch.nn.Module"
+            f"model={spec!r} raised {type(error).__name__}: {error}; name a callable as package.module:name, in this "
+            "folder, installed or on PYTHONPATH, that needs no argument but num_classes (or classes) and returns the "
+            "network; DIRPRUNE_TRACEBACK=1 shows where it failed"
+        ) from error
+    if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            f"model={spec!r} returned an object of type {type(model).__name__}; it must return a torch.nn.Module "
+            "with parameters to train"
         )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(f"model={spec!r} has no parameter to train; give it layers with weights that are not frozen")
     return model
-
-
-@contextmanager
-def blamed(name: str, where: str = "") -> Iterator[None]:
-    """Turn an exception in a user's own network into an error that names it; leave all others as they are."""
-    try:
-        yield
-    except Exception as error:
-        if ":" not in name or isinstance(error, OF_DEVICE):
-            raise
-        raise _at_fault(name, error, where) from error
 
 
 @contextmanager
@@ -118,37 +91,10 @@ def _current_folder() -> Iterator[None]:
             del sys.path[len(sys.path) - 1 - sys.path[::-1].index(here)]
 
 
-def _at_fault(spec: str, error: Exception, where: str = "") -> ValueError:
-    """Return an error that names the line in the user's own code, not the one in torch that it called."""
-    if isinstance(error, SyntaxError):
-        what, places = error.msg, [(error.filename, error.lineno)]
-    else:
-        what = str(error).partition("\n")[0]
-        frames = traceback.extract_tb(error.__traceback__)
-        places = [(f.filename, f.lineno) for f in frames if not Path(f.filename).is_relative_to(_TORCH)]
-        places = [place for place in places if not Path(place[0] or "").is_relative_to(_OURS)]
-    place = f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
-    words = " ".join(filter(None, [f"model={spec!r} raised {type(error).__name__}", where]))
-    return ValueError(f"{words}: {what}{place}; set DIRPRUNE_TRACEBACK=1 for the full traceback")
-
-
-def _class_argument(spec: str, make: Callable[..., Any], classes: int) -> dict[str, int]:
+def _class_argument(make: Callable[..., Any], classes: int) -> dict[str, int]:
     """Return the keyword argument by which ``make`` takes the number of classes."""
-    try:
-        signature = inspect.signature(make)
-    except ValueError as error:  # some callables written in C
-        raise ValueError(f"model={spec!r}: {error}; wrap it in a function that takes num_classes") from error
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    arguments: dict[str, int] = {}
-    if "classes" in signature.parameters and "num_classes" not in signature.parameters:
-        arguments = {"classes": classes}
-    elif "num_classes" in signature.parameters or takes_any:
-        arguments = {"num_classes": classes}
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        given = ", ".join(f"{key}={value}" for key, value in arguments.items()) or "no argument"
-        raise ValueError(
-            f"model={spec!r}: called with {given}, but {error}; wrap it in a function that takes num_classes alone"
-        ) from error
-    return arguments
+    parameters = inspect.signature(make).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if "num_classes" in parameters or (takes_any and "classes" not in parameters):
+        return {"num_classes": classes}
+    return {"classes": classes} if "classes" in parameters else {}
