@@ -234,17 +234,16 @@ def top_eigenpairs(
 
         H v_i = λ_i v_i,    ‖H v_i − λ_i v_i‖ ≤ tolerance · max|λ|
 
-    One starting vector shows an eigenvalue that is repeated, or nearly so, only once. When k + 1 pairs have converged,
-    the search therefore continues from a random vector, until half as many products again, but no more than 64, show
-    nothing new. To follow a long run, iterate `lanczos_steps`.
+    It ends when k + 1 pairs have converged. An operator that fits into the basis is decomposed in full. In a larger
+    one, an eigenvalue that occurs several times is found once, and several within the tolerance may be taken for one.
+    To follow a long run, iterate `lanczos_steps`.
 
     Args:
         op: a `HessianOperator`, a symmetric matrix, or anything with size, dtype, device and @.
         which: "largest" for the largest λ, however large the negative ones are, or "magnitude" for the largest |λ|.
         tolerance: a bound on the residuals, relative to the largest |λ| seen; a RuntimeWarning says if it is not met.
         max_iterations: the maximum number of products, not counting the k for the final residuals.
-        basis_size: the number of vectors of length d to hold in memory; None means 3k + 20. More save products; with
-            hardly more than k, repeated eigenvalues may be missed.
+        basis_size: the number of vectors of length d to hold in memory; None means 3k + 20. More save products.
 
     >>> top_eigenpairs(torch.diag(torch.tensor([-5.0, 1.0, 2.0, 3.0])), 2).values.round(decimals=3)
     tensor([3., 2.])

@@ -94,117 +94,39 @@ def lanczos_steps(
     op, k = operator_of(op), _whole(k)
     size = min(op.size, 3 * k + 20 if basis_size is None else basis_size)
     _check_request(op, k, which, size, tolerance, max_iterations)
+    complete = size == op.size <= max_iterations  # an operator that fits into the basis is decomposed in full
     generator = torch.Generator(op.device).manual_seed(seed)
-    space, check = _Space(size, op), _Check()
-    space.rows[0] = fresh(space.rows[:0], generator)
-    scale, unit = 0.0, 0.0
+    basis = torch.zeros(size, op.size, dtype=op.dtype, device=op.device)  # orthonormal rows
+    projected = torch.zeros(size, size, dtype=torch.float64)  # the operator on the basis: small, and on the host
+    basis[0] = fresh(basis[:0], generator)
+    count, scale, unit = 0, 0.0, 0.0
     for iteration in range(1, max_iterations + 1):
-        product = op @ space.rows[space.count]
+        product = op @ basis[count]
         unit = unit or unit_of(product)  # from here on, the operator is divided by it
-        new = space.absorb(product / unit)
-        check.products += 1
-        rest, count = length(new), space.count
+        count += 1
+        new, overlaps = orthogonalise(product / unit, basis[:count])
+        projected[count - 1, :count] = projected[:count, count - 1] = overlaps.cpu()
+        rest = length(new)
         if not math.isfinite(rest):
             raise ValueError(f"product {iteration} of op is not finite; check the weights and the loss")
-        values, vectors = _ritz(space.projected[:count, :count], which)
+        values, vectors = _ritz(projected[:count, :count], which)
         scale = max(scale, float(values.abs().max()))
         # Below this the rest is round-off: the basis spans an invariant space, which only a new vector can leave.
         closed = rest <= 100 * torch.finfo(op.dtype).eps * scale or count == op.size
-        rest = 0.0 if closed else rest
-        bounds, goal, merit = space.residuals(vectors, rest), tolerance * scale, _merit(values[:k], which)
-
+        bounds = (0.0 if closed else rest) * vectors[-1].abs()
         # Pair k + 1 must have converged too. With a loose tolerance a large eigenvalue may not have appeared yet, and
         # a smaller one would be returned instead.
-        worst = float(bounds[: k + 1].max())
-        enough = count >= k if closed else count > k
-        over = count == op.size or iteration == max_iterations or check.passed(merit, goal, closed)
+        enough = count == op.size if complete else count >= k if closed else count > k
+        done = enough and float(bounds[: k + 1].max()) <= tolerance * scale
         found = values[:k] * unit, bounds[:k] * unit, scale * unit
-        done = enough and worst <= goal and over
-        yield LanczosStep(*found, iteration, done, space.rows[:count], vectors[:, :k], which)
+        yield LanczosStep(*found, iteration, done, basis[:count], vectors[:, :k], which)
         if done or iteration == max_iterations:  # before a restart, which would rotate what was yielded away
             return
-        settled = enough and worst <= goal / 2
-        fits = size == op.size <= 2 * iteration  # to span everything costs little more, and leaves nothing to check
-        checking = settled and not closed and not fits and check.is_over
-        most = k + (size - k) // 2
-        if checking:  # what has not converged goes, since the new vector does not continue it
-            converged = int((bounds <= goal / 2).cumprod(0).sum())
-            space.restart(values, vectors, min(converged, most), rest)
-        elif count == size:
-            space.restart(values, vectors, most, 0.0)
-        if closed or checking:
-            check = _Check(merit, check.least or check_products(iteration))
-        space.rows[space.count] = fresh(space.rows[: space.count], generator) if closed or checking else new / rest
-
-
-def check_products(spent: int) -> int:
-    """Return the number of products of a check, if the first search took ``spent``: half of them, within 8 to 64.
-
-    An eigenvalue that is hardly separated from the rest takes long to appear again; a long search for many eigenpairs
-    does not mean that.
-    """
-    return min(max(8, spent // 2), 64)
-
-
-class _Space:
-    """An orthonormal basis and the operator projected onto it, which is small: in float64, on the host.
-
-    The product of the latest basis vector leaves the span. Those of the others stay within, up to a vector of length
-    ``lost``: what was given up when the search continued from a random vector.
-    """
-
-    def __init__(self, size: int, op: SymmetricOperator) -> None:
-        self.rows = torch.zeros(size, op.size, dtype=op.dtype, device=op.device)
-        self.projected = torch.zeros(size, size, dtype=torch.float64)
-        self.lost = torch.zeros(size, dtype=torch.float64)
-        self.count = 0
-
-    def absorb(self, product: Tensor) -> Tensor:
-        """Add the vector in row ``count``, given its product, and return the product's part outside."""
-        new, overlaps = orthogonalise(product, self.rows[: self.count + 1])
-        self.projected[self.count, : self.count + 1] = self.projected[: self.count + 1, self.count] = overlaps.cpu()
-        self.count += 1
-        return new
-
-    def residuals(self, vectors: Tensor, rest: float) -> Tensor:
-        """Return estimates of the residuals of Ritz vectors; ``rest`` is how far the latest product leaves the span."""
-        lost = self.lost[: self.count, None] * vectors
-        return (lost.square().sum(0) + (rest * vectors[-1]).square()).sqrt()
-
-    def restart(self, values: Tensor, vectors: Tensor, kept: int, given_up: float) -> None:
-        """Keep only the first Ritz vectors; ``given_up`` is the ``rest`` that the next vector does not continue."""
-        self.lost[:kept] = self.residuals(vectors, given_up)[:kept]
-        self.lost[kept:] = 0.0
-        rotate(self.rows[: self.count], vectors[:, :kept])
-        self.projected.zero_()
-        self.projected.diagonal()[:kept] = values[:kept]
-        self.count = kept
-
-
-class _Check:
-    """A continued search from a random vector, orthogonal to what was found, where the merits were ``before``.
-
-    One starting vector shows only one direction for each eigenvalue. Another one shows what the first has missed,
-    though it may take as many products to do so.
-    """
-
-    def __init__(self, before: Tensor | None = None, least: int = 0) -> None:
-        self.before = before
-        self.least = least
-        self.products = 0
-
-    @property
-    def is_over(self) -> bool:
-        return self.products >= self.least
-
-    def passed(self, merit: Tensor, margin: float, closed: bool) -> bool:
-        """Whether the check is over, and has found nothing new.
-
-        If the basis spans an invariant space again, the vector has shown every eigenvalue that is left.
-        """
-        if self.before is None or len(merit) != len(self.before) or not (self.is_over or closed):
-            return False
-        return float((merit - self.before).abs().max()) <= margin
+        if count == size:
+            count = k + (size - k) // 2
+            rotate(basis, vectors[:, :count])
+            projected = torch.diag(values).where(torch.arange(size) < count, 0.0)
+        basis[count] = fresh(basis[:count], generator) if closed else new / rest
 
 
 def _check_request(op: SymmetricOperator, k: int, which: str, size: int, tolerance: float, max_iterations: int) -> None:
