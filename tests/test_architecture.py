@@ -46,7 +46,7 @@ LAB_FLOORS = [
         "trials",
     },
     {"connectivity_files", "connectivity_plots", "comparison_plots", "theory_plots", "reproduction_plots", "reproduce"},
-    {"spectrum", "valley"},
+    {"spectrum", "trajectory", "valley"},
     {"experiment"},
     {"recipes", "runs", "plots", "ledger", "published"},
     {"reward"},

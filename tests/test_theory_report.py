@@ -11,11 +11,12 @@ import torch
 
 from dirprune.lab import theory_report
 from dirprune.lab.tables import read_rows
-from dirprune.lab.theory_plots import LimitPath, limit_figure, theorem_figure, valley_figure
+from dirprune.lab.theory_plots import LimitPath, limit_figure, theorem_figure, trajectory_figure, valley_figure
 from dirprune.lab.theory_report import Value, report, study
+from dirprune.lab.trajectory import compared, drift, trajectories
 from dirprune.lab.valley import ACROSS, valley
-from dirprune.limit_law import LimitRow, Moments
-from dirprune.theory import TheoremRow, tiny_network
+from dirprune.limit_law import LimitRow, Moments, gradient_flow, limit_moments
+from dirprune.theory import TheoremRow, least_squares, tiny_network
 
 ROW = TheoremRow(0.1, 0.05, 0.6, 60.0, 0.18, 4, 0.02, 0.15, 0.03, 0.96, 0.83, 0.99, 0.1, 20.0, 1, 0.03, 0.03, 0.99)
 LIMIT = LimitRow(0.03, 4.0, 100, 0.2, 0.3, 0.1, 0.15)
@@ -26,6 +27,7 @@ def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use settings with which the study takes a second, not a minute."""
     monkeypatch.setattr(theory_report, "GAMMAS", (0.1, 0.03))
     monkeypatch.setattr(theory_report, "LIMIT_GAMMAS", (0.03, 0.02))
+    monkeypatch.setattr(theory_report, "TRAJECTORY_GAMMAS", (0.02,))
     monkeypatch.setattr(theory_report, "PATH_GAMMA", 0.02)
     monkeypatch.setattr(theory_report, "tiny_network", partial(tiny_network, settle=100))
 
@@ -38,10 +40,11 @@ def test_report_yields_all_parts_and_writes_what_it_yielded(tmp_path: Path) -> N
         ("least squares", 0.03),
         ("limit law", 0.03),
         ("limit law", 0.02),
+        ("trajectory", 0.02),
         ("network", 0.1),
         ("network", 0.03),
     ]
-    names = {"theory-valley.png", "theory-theorem.png", "theory-limit.png"}
+    names = {f"theory-{name}.png" for name in ("valley", "theorem", "limit", "trajectory")}
     assert {path.name for path in (tmp_path / "figures").iterdir()} == names
     lines = read_rows(tmp_path / "theory.csv", Value)
     for found in findings:
@@ -106,3 +109,36 @@ def test_valley_figure_draws_the_paths() -> None:
     lines = [torch.from_numpy(line.get_xydata()) for line in axes.get_lines()[:3]]
     for line, path in zip(lines, (found.grda, found.sgd, found.pruned), strict=True):
         assert torch.equal(line, path)
+
+
+def test_the_drift_is_what_the_mean_of_the_limit_law_lacks() -> None:
+    """E[V] = c t^μ sgn(w) − δ, and `limit_moments` integrates E[V] step by step, without knowing of any jump."""
+    problem = least_squares(1, dimension=10, examples=6, seed=3)
+    times = [0.5, 4.0, 5.2, 20.0]  # signs change at .05, .5, .96, 1.08 and 4.98
+    moments = limit_moments(problem, times, c=0.3, mu=0.6, steps=5000)
+    for moment, found in zip(moments, drift(problem, torch.tensor(times), c=0.3, mu=0.6), strict=True):
+        expected = 0.3 * moment.t**0.6 * gradient_flow(problem, moment.t).sign() - moment.mean
+        assert float((found - expected).norm() / expected.norm()) < 2e-3
+
+
+def test_grda_leaves_sgd_by_the_drift_and_jumps_with_it() -> None:
+    coarse, fine = trajectories((0.01, 0.001), t=20.0)
+    before, after = compared(coarse), compared(fine)
+    assert after.drift_error < min(0.005, before.drift_error / 2)
+    assert after.flow_error < min(0.08, before.flow_error / 2)
+    assert after.flat_error == pytest.approx(before.flat_error)
+    # Weight 8 changes its sign at t = 5: δ jumps by 2 c t^μ there, and so does gRDA, a little later.
+    jump = 2 * 0.3 * 5**0.6
+    for path in (fine.drift[:, 8], (fine.sgd - fine.grda)[:, 8] / math.sqrt(0.001)):
+        moved = path[fine.times > 4]
+        assert 0.6 * jump < float(moved[0] - moved.min()) < 1.2 * jump
+    (later,) = trajectories([0.01], t=80.0)
+    assert compared(later).flat_error < before.flat_error / 3  # δ(t) → c t^μ Π₀ sgn(w)
+
+
+def test_trajectory_figure_draws_limit_and_runs() -> None:
+    (pair,) = trajectories([0.05], t=8.0)
+    weights, drifts, errors = trajectory_figure([pair]).axes
+    assert torch.equal(torch.from_numpy(weights.get_lines()[0].get_ydata()), pair.flow[:, 8])
+    assert drifts.get_lines()[1].get_ydata()[0] == pair.flat[8]
+    assert errors.get_lines()[0].get_ydata()[0] == compared(pair).flow_error

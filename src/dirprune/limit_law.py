@@ -98,14 +98,15 @@ def simulated_moments(
     return found
 
 
-def gradient_flow(problem: LeastSquares, t: float) -> Tensor:
-    """Return the exact solution w(t) of dw = −∇F(w) dt for a single problem, eigendirection by eigendirection."""
+def gradient_flow(problem: LeastSquares, t: float | Tensor) -> Tensor:
+    """Return the exact solution w(t), [..., d], of dw = −∇F(w) dt for a single problem, at times t [...]."""
     x, y = _single(problem)
     values, vectors = torch.linalg.eigh(x.T @ x / len(x))
     gradient = x.T @ (x @ problem.start[0] - y) / len(x)
+    t = torch.as_tensor(t, dtype=x.dtype).unsqueeze(-1)
     # (1 − e^(−λt))/λ, which is t where λ = 0
     time = torch.where(values > 1e-12, -torch.expm1(-values * t) / values.clamp(min=1e-12), t)
-    return torch.sub(problem.start[0], vectors @ (time * (vectors.T @ gradient)))
+    return torch.sub(problem.start[0], (time * (vectors.T @ gradient)) @ vectors.T)
 
 
 def _single(problem: LeastSquares) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullFormatter, ScalarFormatter
 
 from dirprune.lab.plots import GREY, add_legend, colour, panels, styled
+from dirprune.lab.trajectory import Trajectory, compared
 from dirprune.lab.valley import Valley
 from dirprune.limit_law import LimitRow, Moments
 from dirprune.theory import TheoremRow
@@ -110,6 +111,40 @@ def _draw_moments(means: Axes, spreads: Axes, path: LimitPath, j: int, index: in
     label = "" if index else f"points: {path.runs} runs at γ = {path.gamma:g}"
     means.errorbar(times, mean, yerr=bars, label=label, **style)
     spreads.plot(times, std, **style)
+
+
+@styled
+def trajectory_figure(pairs: Sequence[Trajectory], coordinates: Sequence[int] = (8, 0, 3)) -> Figure:
+    """Draw weights over time around the gradient flow, their drift from SGD's, and the errors of the limit."""
+    figure, (weights, drifts, errors) = panels(3, columns=3, size=(2.5, 2.6))
+    limit = pairs[-1]
+    for index, j in enumerate(coordinates):
+        weights.plot(limit.times, limit.flow[:, j], color=colour(index))
+        push = limit.c * limit.times**limit.mu
+        drifts.plot(limit.times, limit.drift[:, j] / push, color=colour(index), label=f"limit, coordinate {j}")
+        drifts.axhline(float(limit.flat[j]), color=colour(index), linestyle=":", linewidth=1.0)
+        for marker, pair in zip(MARKERS, (pairs[0], limit), strict=False):
+            some = slice(None, None, max(1, len(pair.times) // 40))
+            times, sgd, grda = pair.times[some], pair.sgd[some, j], pair.grda[some, j]
+            style: dict[str, Any] = {"color": colour(index), "marker": marker, "markersize": 2.5, "linestyle": "none"}
+            weights.plot(times, grda, fillstyle="none", markeredgewidth=0.6, **style)
+            moved = (sgd - grda) / (pair.gamma**0.5 * pair.c * times**pair.mu)
+            drifts.plot(times, moved, fillstyle="none", markeredgewidth=0.6, **style)
+    weights.set(xlabel="time t = nγ", ylabel="w$_j$: gradient flow and gRDA")
+    drifts.set(xlabel="time t = nγ", ylabel="δ$_j$(t) / c t$^μ$")
+    rows = [compared(pair) for pair in pairs]
+    for index, (name, label) in enumerate((("flow_error", "distance to flow"), ("drift_error", "error of δ(t)"))):
+        values = [getattr(row, name) for row in rows]
+        style = {"color": colour(index + 3), "marker": MARKERS[index], "markersize": 3.5}
+        errors.plot([row.gamma for row in rows], values, label=label, **style)
+    errors.set(xlabel=GAMMA, ylabel="relative error of the limit", xscale="log", yscale="log")
+    errors.legend()
+    handles, labels = drifts.get_legend_handles_labels()
+    for marker, pair in zip(MARKERS, (pairs[0], limit), strict=False):
+        handles.append(Line2D([], [], color=GREY, marker=marker, markersize=2.5, fillstyle="none", linestyle="none"))
+        labels.append(f"γ = {pair.gamma:g}")
+    figure.legend(handles, labels, loc="outside upper center", ncols=5)
+    return figure
 
 
 @styled

@@ -11,14 +11,16 @@ import torch
 from dirprune.lab.plots import save
 from dirprune.lab.runs import environment
 from dirprune.lab.tables import write_rows
-from dirprune.lab.theory_plots import LimitPath, limit_figure, theorem_figure, valley_figure
+from dirprune.lab.theory_plots import LimitPath, limit_figure, theorem_figure, trajectory_figure, valley_figure
+from dirprune.lab.trajectory import Trajectory, TrajectoryRow, compared, trajectories
 from dirprune.lab.valley import valley
 from dirprune.limit_law import LimitRow, limit_moments, limit_rows, simulated_moments
 from dirprune.theory import LeastSquares, TheoremRow, least_squares, theorem_rows, tiny_network
 
-LEAST_SQUARES, NETWORK, LIMIT = "least squares", "network", "limit law"
+LEAST_SQUARES, NETWORK, LIMIT, TRAJECTORY = "least squares", "network", "limit law", "trajectory"
 GAMMAS = (0.1, 0.03, 0.01, 0.003, 0.001)
 LIMIT_GAMMAS = (0.03, 0.01, 0.003, 0.001)
+TRAJECTORY_GAMMAS = (0.01, 0.001, 0.0001)
 PATH_GAMMA = 0.001
 HEADERS = {
     "gamma": "γ",
@@ -44,8 +46,11 @@ HEADERS = {
     "spread_error": "error of spread",
     "mean_noise": "noise of mean",
     "spread_noise": "noise of spread",
+    "flow_error": "distance to flow",
+    "drift_error": "error of δ",
+    "flat_error": "δ outside flat",
 }
-"""Column headers for the fields of `TheoremRow` and `LimitRow`."""
+"""Column headers for the fields of `TheoremRow`, `LimitRow` and `TrajectoryRow`."""
 SPARE = ("last sign change", "their lag", "their cosine with flat", "c", "μ")
 """Columns that are dropped on a narrow terminal, in this order."""
 PATH_TIMES = (0.06, 0.12, 0.24, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
@@ -56,12 +61,12 @@ class Finding:
     """The result of one part of the study at one learning rate."""
 
     part: str
-    row: TheoremRow | LimitRow
+    row: TheoremRow | LimitRow | TrajectoryRow
 
 
 @dataclass(frozen=True)
 class Value:
-    """One line of theory.csv: a quantity of a `TheoremRow` or `LimitRow`, with seed, command, commit and hardware."""
+    """One line of theory.csv: a quantity of a row, with seed, command, commit and hardware."""
 
     part: str
     gamma: float
@@ -74,7 +79,7 @@ class Value:
     hardware: str
 
 
-FINDINGS = 2 * len(GAMMAS) + len(LIMIT_GAMMAS)
+FINDINGS = 2 * len(GAMMAS) + len(LIMIT_GAMMAS) + len(TRAJECTORY_GAMMAS)
 """The number of findings that `study` yields."""
 
 
@@ -85,9 +90,12 @@ def report(
     for folder in (out, figures or out):
         folder.mkdir(parents=True, exist_ok=True)  # fail before the work if it cannot be written
     findings: list[Finding] = []
+    pairs: list[Trajectory] = []
     for event in study(problems=problems, runs=runs, seed=seed):
         if isinstance(event, LimitPath):
             path = event
+        elif isinstance(event, Trajectory):
+            pairs.append(event)
         else:
             findings.append(event)
             yield event
@@ -97,11 +105,12 @@ def report(
     for found in findings:
         if isinstance(found.row, TheoremRow):
             theorem[found.part].append(found.row)
-        else:
+        elif isinstance(found.row, LimitRow):
             limit.append(found.row)
     save(valley_figure(valley(seed=seed)), (figures or out) / "theory-valley.png")
     save(theorem_figure(theorem), (figures or out) / "theory-theorem.png")
     save(limit_figure(limit, path), (figures or out) / "theory-limit.png")
+    save(trajectory_figure(pairs), (figures or out) / "theory-trajectory.png")
 
 
 def values(findings: Sequence[Finding], *, seed: int) -> list[Value]:
@@ -116,8 +125,8 @@ def values(findings: Sequence[Finding], *, seed: int) -> list[Value]:
     ]
 
 
-def study(*, problems: int = 20, runs: int = 4000, seed: int = 0) -> Iterator[Finding | LimitPath]:
-    """Yield the three parts of the study, row by row: least squares, the limit law, a network with its exact Hessian.
+def study(*, problems: int = 20, runs: int = 4000, seed: int = 0) -> Iterator[Finding | LimitPath | Trajectory]:
+    """Yield the four parts of the study, row by row: least squares, the limit law, trajectories, a small network.
 
     Args:
         problems: number of random problems of each kind; a row is a mean over them.
@@ -130,6 +139,9 @@ def study(*, problems: int = 20, runs: int = 4000, seed: int = 0) -> Iterator[Fi
         yield Finding(LIMIT, limit)
     simulated = simulated_moments(noisy, PATH_TIMES, gamma=PATH_GAMMA, c=0.5, mu=0.6, runs=runs, seed=seed)
     yield LimitPath(limit_moments(noisy, PATH_TIMES, c=0.5, mu=0.6), simulated, PATH_GAMMA, runs)
+    for pair in trajectories(TRAJECTORY_GAMMAS, seed=seed):
+        yield Finding(TRAJECTORY, compared(pair))
+        yield pair
     for row in theorem_rows(tiny_network(problems, seed=seed), GAMMAS, c=0.02, t=40.0, seed=seed):
         yield Finding(NETWORK, row)
 
