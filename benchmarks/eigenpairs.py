@@ -26,8 +26,8 @@ from turns import turns
 from dirprune.curvature import HessianOperator, top_eigenpairs
 from dirprune.lab.models.vgg import vgg16
 from dirprune.lab.models.wide_resnet import wide_resnet
-from dirprune.lab.runs import environment
-from dirprune.lab.tables import merge_rows
+from dirprune.lab.records.provenance import environment
+from dirprune.lab.records.tables import merge_rows
 
 BLOCK = 8
 

@@ -24,8 +24,8 @@ from turns import turns
 
 from dirprune import GRDA
 from dirprune.lab.models import build
-from dirprune.lab.runs import environment
-from dirprune.lab.tables import merge_rows
+from dirprune.lab.records.provenance import environment
+from dirprune.lab.records.tables import merge_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS = 30

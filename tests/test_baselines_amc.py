@@ -9,10 +9,10 @@ from torch.nn.functional import cross_entropy, relu
 from torch.optim import SGD, Adam
 
 from dirprune.lab import data, models
-from dirprune.lab.baselines.amc import NOISE, Amc, describe, play, search
-from dirprune.lab.baselines.ddpg import MEMORY, Agent
-from dirprune.lab.baselines.magnitude import Magnitude
-from dirprune.lab.baselines.method import prunable
+from dirprune.lab.methods.amc import NOISE, Amc, describe, play, search
+from dirprune.lab.methods.ddpg import MEMORY, Agent
+from dirprune.lab.methods.magnitude import Magnitude
+from dirprune.lab.methods.method import prunable
 
 
 class Redundant(nn.Module):

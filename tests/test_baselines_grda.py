@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD
 
 from dirprune import GRDA, prunable_groups
-from dirprune.lab.baselines import Grda, Rda
+from dirprune.lab.methods import Grda, Rda
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

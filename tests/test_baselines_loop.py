@@ -16,11 +16,11 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 from dirprune import GRDA, sparsity
-from dirprune.lab import baselines, data, models
-from dirprune.lab.baselines import Amc, Grda, Magnitude, Method, Rda, RigL, Sgd, Str, VariationalDropout
-from dirprune.lab.execution import Execution, PlainStep, Tally
-from dirprune.lab.schedules import Schedule
-from dirprune.lab.train import EpochRecord, evaluate, train
+from dirprune.lab import data, methods, models
+from dirprune.lab.methods import Amc, Grda, Magnitude, Method, Rda, RigL, Sgd, Str, VariationalDropout
+from dirprune.lab.training.execution import Execution, PlainStep, Tally
+from dirprune.lab.training.loop import EpochRecord, evaluate, train
+from dirprune.lab.training.schedules import Schedule
 
 CPU = torch.device("cpu")
 Make = Callable[[], Method]
@@ -74,11 +74,11 @@ def run(
 
 
 def test_every_method_is_known_by_its_name() -> None:
-    assert set(baselines.METHODS) == {make().name for make in METHODS.values()}
+    assert set(methods.METHODS) == {make().name for make in METHODS.values()}
     for make in METHODS.values():
-        assert baselines.get(make().name) is type(make())
+        assert methods.get(make().name) is type(make())
     with pytest.raises(ValueError, match="Did you mean 'magnitude'"):
-        baselines.get("magnitud")
+        methods.get("magnitud")
 
 
 # Of each method: how to make it, the test accuracy (%) it must exceed, and bounds on its sparsity.
@@ -261,7 +261,7 @@ def test_a_model_without_layers_to_prune_is_refused() -> None:
 
 
 if torch.cuda.is_available():
-    from dirprune.lab.execution import CapturedStep, make_step
+    from dirprune.lab.training.execution import CapturedStep, make_step
 
     CUDA = torch.device("cuda")
 

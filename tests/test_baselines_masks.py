@@ -14,10 +14,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from dirprune import GRDA
 from dirprune.lab import models
-from dirprune.lab.baselines.magnitude import Magnitude, cubic_sparsity, global_masks, layer_masks
-from dirprune.lab.baselines.masks import Masked, keep_largest, whole_counts
-from dirprune.lab.baselines.method import prunable
-from dirprune.lab.baselines.rigl import RigL
+from dirprune.lab.methods.magnitude import Magnitude, cubic_sparsity, global_masks, layer_masks
+from dirprune.lab.methods.masks import Masked, keep_largest, whole_counts
+from dirprune.lab.methods.method import prunable
+from dirprune.lab.methods.rigl import RigL
 
 METHODS: list[Callable[[], Masked]] = [
     lambda: Magnitude(sparsity=0.7, every=2),

@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from dirprune.lab import models
-from dirprune.lab.baselines.method import prunable
-from dirprune.lab.baselines.rigl import RigL, drop_fraction, erk_densities, move_connections
+from dirprune.lab.methods.method import prunable
+from dirprune.lab.methods.rigl import RigL, drop_fraction, erk_densities, move_connections
 
 
 def by_bisection(shapes: list[torch.Size], density: float) -> list[float]:

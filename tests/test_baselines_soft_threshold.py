@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD
 
 from dirprune import GRDA
-from dirprune.lab.baselines.soft_threshold import SoftThreshold, Str
+from dirprune.lab.methods.soft_threshold import SoftThreshold, Str
 
 
 def test_the_map_is_the_proximal_operator_of_the_absolute_value() -> None:

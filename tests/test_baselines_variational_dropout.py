@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 from dirprune import GRDA
-from dirprune.lab.baselines.variational_dropout import (
+from dirprune.lab.methods.variational_dropout import (
     Variational,
     VariationalDropout,
     kl_divergence,

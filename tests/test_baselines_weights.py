@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from dirprune.lab.baselines import Amc, Magnitude, Method, RigL, Str, VariationalDropout
-from dirprune.lab.baselines.method import prunable
+from dirprune.lab.methods import Amc, Magnitude, Method, RigL, Str, VariationalDropout
+from dirprune.lab.methods.method import prunable
 
 STEPS = 12
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dirprune.batchnorm import batchnorms, estimate_statistics
+from dirprune.connect.batchnorm import batchnorms, estimate_statistics
 
 
 def batches(*sizes: int, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:

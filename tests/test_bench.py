@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import convolutions
 import pytest
 import torch
 from test_cli import call
 from torch import nn
 
-from dirprune.lab import bench, models
-from dirprune.lab.recipes import Recipe
-from dirprune.lab.tables import read_rows, write_rows
+from dirprune.lab import models
+from dirprune.lab.records.tables import read_rows, write_rows
+from dirprune.lab.studies import bench
+from dirprune.lab.training.recipes import Recipe
 
 CPU = torch.device("cpu")
 
@@ -145,22 +144,6 @@ def test_measuring_one_network_keeps_the_rows_of_the_others(tmp_path: Path) -> N
     write_rows(path, bench.Measured, [replace(row, hardware="another") for row in rows])
     bench.write(first, path, CPU)
     assert len(read_rows(path, bench.Measured)) == 6
-
-
-def test_the_convolutions_of_a_network_are_its_floor() -> None:
-    """The floors of all convolutions and of the last layer add up to the network's; each pass returns its result."""
-    found = convolutions.shapes(models.build("wrn28x10", 10), torch.zeros(1, 3, 32, 32))
-    floor = 3 * sum(count * shape.floor_ms(128) for shape, count in found.items())
-    linear = 3e3 * 2 * 128 * 640 * 10 / bench.PEAK_FLOPS
-    assert floor + linear == pytest.approx(bench._floor_ms("wrn28x10", bench.WORKLOADS["wrn28x10"], 128))
-    shape = convolutions.Shape(inputs=4, outputs=6, kernel=3, stride=2, padding=1, size=8)
-    works = convolutions.passes(shape, batch=2, device=torch.device("cpu"))
-    results: list[Any] = [work() for work in works.values()]
-    assert results[0].shape == (2, 6, shape.result, shape.result)
-    assert [[None if t is None else t.shape for t in result] for result in results[1:]] == [
-        [(2, 4, 8, 8), None, None],
-        [None, (6, 4, 3, 3), None],
-    ]
 
 
 def test_a_table_that_cannot_be_read_is_told_before_anything_is_measured(

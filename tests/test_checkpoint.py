@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from dirprune.lab.checkpoint import CheckpointWarning, CorruptCheckpoint, checksum, epochs, latest, load, prune, save
+from dirprune.lab.records.checkpoint import (
+    CheckpointWarning,
+    CorruptCheckpoint,
+    checksum,
+    epochs,
+    latest,
+    load,
+    prune,
+    save,
+)
 
 
 @pytest.fixture
@@ -289,7 +298,7 @@ def test_a_kill_between_the_two_renames_keeps_the_previous_checkpoint(folder: Pa
     script = textwrap.dedent("""
         import os, signal, sys
         from pathlib import Path
-        from dirprune.lab.checkpoint import save
+        from dirprune.lab.records.checkpoint import save
 
         folder, rename, renamed = Path(sys.argv[1]), os.replace, []
 

@@ -25,25 +25,24 @@ from rich.text import Text
 from typer.testing import CliRunner, Result
 
 import dirprune
-from dirprune.lab import (
-    bench,
-    checkpoint,
-    cli,
-    cli_reproduce,
-    cli_research,
-    connectivity,
-    console,
-    direction_plots,
-    download,
-    follow,
-    recipes,
-    report,
-    runs,
-    theory_report,
-)
-from dirprune.lab.experiment import assemble
-from dirprune.limit_law import LimitRow
-from dirprune.theory import TheoremRow
+from dirprune.lab.cli import app as cli
+from dirprune.lab.cli import console, drive, follow
+from dirprune.lab.data import download
+from dirprune.lab.records import checkpoint
+from dirprune.lab.studies import bench
+from dirprune.lab.studies.connectivity import verb as cli_connect
+from dirprune.lab.studies.connectivity import work as connectivity
+from dirprune.lab.studies.direction import figures as direction_plots
+from dirprune.lab.studies.direction import verb as cli_direction
+from dirprune.lab.studies.report import report
+from dirprune.lab.studies.reproduction import verb as cli_reproduce
+from dirprune.lab.studies.theorem import verb as cli_theorem
+from dirprune.lab.studies.theorem import work as theory_report
+from dirprune.lab.studies.theorem.limit_law import LimitRow
+from dirprune.lab.studies.theorem.problems import TheoremRow
+from dirprune.lab.studies.theorem.trajectory import TrajectoryRow
+from dirprune.lab.training import recipes, runs
+from dirprune.lab.training.experiment import assemble
 
 MODULE = """
 from torch import nn
@@ -104,7 +103,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the commands print what a person sees, at a terminal of 80 columns: the usual default."""
-    for module in (cli, cli_reproduce, cli_research, console, follow):
+    for module in (cli, cli_reproduce, cli_connect, cli_direction, cli_theorem, console, drive, follow):
         monkeypatch.setattr(module, "is_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -130,7 +129,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, networks: None) -> dict[st
 
 
 def test_the_commands_are_there_without_torch_numpy_or_matplotlib() -> None:
-    code = "import sys, dirprune.lab.cli; print(*{'torch', 'numpy', 'matplotlib', 'sklearn'} & set(sys.modules))"
+    code = "import sys, dirprune.lab.cli.app; print(*{'torch', 'numpy', 'matplotlib', 'sklearn'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
 
@@ -202,7 +201,7 @@ def test_a_demo_that_is_stopped_says_how_to_see_it_whole(tmp_path: Path, monkeyp
     def stopped(*arguments: object, **options: object) -> None:
         raise typer.Exit(console.INTERRUPTED)
 
-    monkeypatch.setattr("dirprune.lab.follow.follow", stopped)
+    monkeypatch.setattr("dirprune.lab.cli.follow.follow", stopped)
     result = call("demo", "--out", tmp_path / "out")
     assert result.exit_code == console.INTERRUPTED
     assert "run `dirprune demo` again" in result.stderr
@@ -407,8 +406,11 @@ def test_an_existing_out_is_refused_and_untouched(trained: dict[str, tuple[Path,
         ("train digits --device cuda", "torch finds no CUDA device here; give --device cpu"),
         ("train digits --device gpu", "give cpu, cuda or auto"),
         ("train digits --model smal", "Did you mean 'small'?"),
-        ("train digits --model no_such.module:net", "is it in this folder, installed, or its folder on PYTHONPATH?"),
-        (f"train digits --model {LINEAR}ly", "does not exist"),
+        (
+            "train digits --model no_such.module:net",
+            "No module named 'no_such'; name a callable as package.module:name",
+        ),
+        (f"train digits --model {LINEAR}ly", "has no attribute 'linearly'"),
         ("train vgg16-cifar10", "`dirprune data cifar10 --to "),
         ("train wrn28x10-cifar100 --data nowhere", "`dirprune data cifar100 --to nowhere`"),
         ("train resnet50-imagenet --data nowhere", "nowhere"),
@@ -844,7 +846,7 @@ def test_theory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_columns_of_theory_are_words() -> None:
-    names = {field.name for kind in (TheoremRow, LimitRow) for field in fields(kind)}
+    names = {field.name for kind in (TheoremRow, LimitRow, TrajectoryRow) for field in fields(kind)}
     assert set(theory_report.HEADERS) == names
     assert set(theory_report.SPARE) <= set(theory_report.HEADERS.values())
     assert not [header for header in theory_report.HEADERS.values() if "_" in header]

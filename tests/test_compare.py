@@ -21,15 +21,23 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from dirprune import GRDA
-from dirprune.lab import baselines, checkpoint, cli_compare, compare, comparison, console, recipes, runs, series, trials
-from dirprune.lab.baselines import Grda, Rda, amc
-from dirprune.lab.experiment import assemble
-from dirprune.lab.ranking import Point, paired_gap, rank, read_at
-from dirprune.lab.recipes import Recipe
-from dirprune.lab.reward import Reward
-from dirprune.lab.schedules import Schedule
-from dirprune.lab.tables import read_rows
-from dirprune.lab.trials import Trial, plan
+from dirprune.lab import methods
+from dirprune.lab.cli import console
+from dirprune.lab.methods import Grda, Rda, amc
+from dirprune.lab.records import checkpoint
+from dirprune.lab.records.tables import read_rows
+from dirprune.lab.studies.comparison import tables as comparison
+from dirprune.lab.studies.comparison import trials
+from dirprune.lab.studies.comparison import verb as cli_compare
+from dirprune.lab.studies.comparison import work as compare
+from dirprune.lab.studies.comparison.ranking import Point, paired_gap, rank, read_at
+from dirprune.lab.studies.comparison.trials import Trial, plan
+from dirprune.lab.text import NOTHING
+from dirprune.lab.training import recipes, runs, series
+from dirprune.lab.training.experiment import assemble
+from dirprune.lab.training.recipes import Recipe
+from dirprune.lab.training.reward import Reward
+from dirprune.lab.training.schedules import Schedule
 
 CPU = torch.device("cpu")
 
@@ -77,7 +85,7 @@ def _quick_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_by_default_every_method_takes_part_and_shares_all_but_its_own_options() -> None:
     planned = plan(SHORT, sparsities=(0.5, 0.8), seeds=2, batches=4)
-    assert {trial.contestant.method for trial in planned} == set(baselines.METHODS)
+    assert {trial.contestant.method for trial in planned} == set(methods.METHODS)
     own = {"optimizer", "method", "options", "c", "seed"}
     shared = [field.name for field in fields(Recipe) if field.name not in own]
     assert all(getattr(trial.recipe, name) == getattr(SHORT, name) for trial in planned for name in shared)
@@ -166,7 +174,7 @@ def test_the_default_sweep_of_str_is_as_strong_as_the_length_and_weight_decay_as
     decay = trials.default_sweep(trials.contestant("str"), recipe, batches=10)[1]
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.lr)
-    baselines.Str(decay=decay).attach(model, optimizer, steps=steps, examples=1)
+    methods.Str(decay=decay).attach(model, optimizer, steps=steps, examples=1)
     [s] = optimizer.param_groups[-1]["params"]
     start = s.item()
     s.grad = torch.zeros_like(s)
@@ -433,7 +441,7 @@ def test_times_of_different_devices_are_not_averaged() -> None:
     rows[-1] = replace(rows[-1], row=replace(rows[-1].row, device="CPU"))
     unknown = next(row for row in comparison.ranking(rows, [0.5]) if row.method == "str")
     assert math.isnan(unknown.seconds)
-    assert unknown.cells()[-2:] == (console.NOTHING, console.NOTHING)
+    assert unknown.cells()[-2:] == (NOTHING, NOTHING)
     assert not any("Times" in line for line in comparison.notes(rows[:1]))
 
 
@@ -571,7 +579,7 @@ def test_models_that_cannot_share_compiled_code_never_use_up_the_room_for_it() -
         for _ in range(4):
             series._clear(trial.recipe)
             model = tiny(3)
-            baselines.Str().attach(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1, examples=1)
+            methods.Str().attach(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1, examples=1)
             before = counters["stats"]["unique_graphs"]
             torch.compile(model, backend="eager", dynamic=False)(torch.zeros(2, 64))
             assert counters["stats"]["unique_graphs"] > before
@@ -817,7 +825,7 @@ def test_without_a_run_there_is_nothing_to_show(tmp_path: Path) -> None:
 
 
 if torch.cuda.is_available():
-    from dirprune.lab.execution import Execution
+    from dirprune.lab.training.execution import Execution
 
     @pytest.mark.parametrize("fast", [Execution(capture=True), recipes.FAST], ids=["captured", "compiled"])
     def test_captured_trials_go_on_as_if_nothing_had_happened(fast: Execution, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from PIL import Image
 from torch import nn
 
 from dirprune import sparsity
-from dirprune.lab.baselines import METHODS
-from dirprune.lab.comparison_plots import layer_bars, layerwise, method_of, tradeoff
+from dirprune.lab.methods import METHODS
 from dirprune.lab.plots import save
-from dirprune.lab.tradeoff import Curve, LayerBar
+from dirprune.lab.studies.comparison.figures import layer_bars, layerwise, method_of, tradeoff
+from dirprune.lab.studies.comparison.tradeoff import Curve, LayerBar
 
 GRDA = Curve("gRDA", sparsity=[0.98, 0.9, 0.95], accuracy=[92.0, 93.5, 93.0], spread=[0.3, 0.1, 0.2])
 DENSE = Curve("dense", sparsity=[0], accuracy=[93.7], spread=[0.2])

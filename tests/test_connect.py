@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
 
-from dirprune.batches import Batch
+from dirprune._support.batches import Batch
+from dirprune._support.graphs import Captured
 from dirprune.connect import BezierCurve, CurveProfile, FitRecord, Plane, curve_profile, fit_curve, plane_profile
-from dirprune.graphs import Captured
-from dirprune.landscape import Evaluator, Loaders, Measurement, profile_points
+from dirprune.connect.landscape import Evaluator, Loaders, Measurement, profile_points
 from dirprune.weights import Weights, flatten, put, take
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

@@ -21,15 +21,21 @@ from torch import nn
 from typer.testing import CliRunner
 
 from dirprune.connect import CurveProfile, FitRecord
-from dirprune.lab import checkpoint, cli, connectivity, console, data, experiment, models, recipes, runs, train
-from dirprune.lab.connectivity import Options, connect
-from dirprune.lab.connectivity_files import draw, notes, published_curve
-from dirprune.lab.connectivity_files import table as told
-from dirprune.lab.connectivity_plots import _round_numbers, _scale, plane, profile
-from dirprune.lab.execution import Execution
+from dirprune.connect.landscape import Measurement
+from dirprune.lab import data, models
+from dirprune.lab.cli import app as cli
+from dirprune.lab.cli import console
 from dirprune.lab.progress import Progress
-from dirprune.lab.published.connect import find
-from dirprune.landscape import Measurement
+from dirprune.lab.records import checkpoint
+from dirprune.lab.studies.connectivity import work as connectivity
+from dirprune.lab.studies.connectivity.figures import _round_numbers, _scale, plane, profile
+from dirprune.lab.studies.connectivity.folder import draw, notes, published_curve
+from dirprune.lab.studies.connectivity.folder import table as told
+from dirprune.lab.studies.connectivity.published import find
+from dirprune.lab.studies.connectivity.work import Options, connect
+from dirprune.lab.training import experiment, recipes, runs
+from dirprune.lab.training import loop as train
+from dirprune.lab.training.execution import Execution
 from dirprune.weights import combine
 
 CPU = torch.device("cpu")
@@ -496,7 +502,7 @@ def test_a_job_like_a_published_one_is_reported_beside_it(
         asked.append(settings)
         return find(data="cifar10", model="vgg16", c=5e-4, mu=0.6)
 
-    monkeypatch.setattr("dirprune.lab.published.connect.find", answer)
+    monkeypatch.setattr("dirprune.lab.studies.connectivity.published.find", answer)
     shutil.copytree(finished[0], tmp_path / "job")
     list(connect(*pair, tmp_path / "job", SMALL, device=CPU))
     before = (tmp_path / "job" / "figures" / "profile.png").read_bytes()

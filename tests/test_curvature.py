@@ -18,11 +18,11 @@ from torch.func import functional_call, hessian
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
-from dirprune.basis import inner
-from dirprune.batches import examples_in
+from dirprune._support.batches import examples_in
 from dirprune.curvature import HessianOperator, hessian_diagonal, top_eigenpairs
-from dirprune.lanczos import lanczos_steps
-from dirprune.operators import MatrixOperator, dense
+from dirprune.curvature.basis import inner
+from dirprune.curvature.lanczos import lanczos_steps
+from dirprune.curvature.operators import MatrixOperator, dense
 from dirprune.weights import flatten, take, unflatten
 
 Batches = list[tuple[Tensor, Tensor]]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dirprune.lab.cifar import LAYOUTS, read_records
 from dirprune.lab.data import (
     CIFAR_STATISTICS,
     DIGITS_STATISTICS,
@@ -18,9 +17,10 @@ from dirprune.lab.data import (
     load,
     stratified_split,
 )
-from dirprune.lab.download import ARCHIVES
-from dirprune.lab.loader import Batch, Batching
-from dirprune.lab.resident import Crops, ResidentLoader, draw_crop_flip
+from dirprune.lab.data.cifar import LAYOUTS, read_records
+from dirprune.lab.data.download import ARCHIVES
+from dirprune.lab.data.loader import Batch, Batching
+from dirprune.lab.data.resident import Crops, ResidentLoader, draw_crop_flip
 
 GREY = Normalization((0.0,), (1.0,))
 
@@ -96,9 +96,11 @@ def test_training_pass_is_the_augmented_permutation_then_normalised() -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = numbered(23, batch_size=4)
     whole = list(loader.epoch(0))
-    monkeypatch.setattr("dirprune.lab.resident.CHUNK_BYTES", 2 * 4 * 4 * 30)  # two batches of 4 images of 30 floats
+    monkeypatch.setattr(
+        "dirprune.lab.data.resident.CHUNK_BYTES", 2 * 4 * 4 * 30
+    )  # two batches of 4 images of 30 floats
     assert same(whole, list(loader.epoch(0)))
-    monkeypatch.setattr("dirprune.lab.resident.CHUNK_BYTES", 1)
+    monkeypatch.setattr("dirprune.lab.data.resident.CHUNK_BYTES", 1)
     assert same(whole, list(loader.epoch(0)))
 
 

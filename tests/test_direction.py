@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dirprune.curvature import Eigenpairs, HessianOperator, top_eigenpairs
+from dirprune.curvature.operators import MatrixOperator
 from dirprune.direction import (
     directional_path,
     directional_prune,
@@ -18,7 +19,6 @@ from dirprune.direction import (
     nonflat_basis,
     null_projection,
 )
-from dirprune.operators import MatrixOperator
 from dirprune.weights import Weights, flatten, take, unflatten
 
 

@@ -27,8 +27,8 @@ from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 import dirprune
-from dirprune.lab import recipes
-from dirprune.lab.cli import app
+from dirprune.lab.cli.app import app
+from dirprune.lab.training import recipes
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dirprune.lab.download import Archive, DownloadError, Fetched, File, fetch
+from dirprune.lab.data.download import Archive, DownloadError, Fetched, File, fetch
 
 CONTENT = {"train.bin": random.Random(0).randbytes(300_000), "test.bin": random.Random(1).randbytes(50_000)}
 FILES = {name: File(len(data), hashlib.sha256(data).hexdigest()) for name, data in CONTENT.items()}

@@ -18,9 +18,10 @@ from torch.nn.functional import cross_entropy, interpolate
 from torch.optim import SGD, Optimizer
 
 from dirprune import GRDA, sparsity
-from dirprune.graphs import record
+from dirprune._support.graphs import record
 from dirprune.lab import data
-from dirprune.lab.execution import (
+from dirprune.lab.models import wide_resnet
+from dirprune.lab.training.execution import (
     CapturedStep,
     Execution,
     PlainScoring,
@@ -30,10 +31,9 @@ from dirprune.lab.execution import (
     make_scoring,
     make_step,
 )
-from dirprune.lab.lean import Lean
-from dirprune.lab.models import wide_resnet
-from dirprune.lab.schedules import Schedule
-from dirprune.lab.train import EpochRecord, evaluate, recalibrate_batchnorm, train
+from dirprune.lab.training.lean import Lean
+from dirprune.lab.training.loop import EpochRecord, evaluate, recalibrate_batchnorm, train
+from dirprune.lab.training.schedules import Schedule
 from dirprune.options import set_lr
 
 CPU = torch.device("cpu")
@@ -234,7 +234,7 @@ def test_steps_that_are_rehearsed_and_replayed_are_the_plain_ones(
         step: PlainStep | CapturedStep = plain
         with Lean(model, optimizer) if lean and replayed else nullcontext():
             if replayed:
-                monkeypatch.setattr("dirprune.lab.execution.record", stand_in(model, optimizer))
+                monkeypatch.setattr("dirprune.lab.training.execution.record", stand_in(model, optimizer))
                 step = CapturedStep(model, optimizer, tally, low)
                 step.prepare(colour_batch(8)[0], [8, 3])
                 starts = [(optimizer.state[p]["accumulator"], p.detach()) for p in model.parameters()]

@@ -23,15 +23,16 @@ from test_train import Breaking, numbers
 from torch import nn
 
 from dirprune import sparsity
-from dirprune.lab import checkpoint, experiment, recipes, runs
-from dirprune.lab.checkpoint import CheckpointWarning
-from dirprune.lab.execution import Execution
-from dirprune.lab.experiment import Diverged, LostRecords, assemble, conduct, make_method
-from dirprune.lab.files import InUse
-from dirprune.lab.loader import Loader
-from dirprune.lab.recipes import Recipe
-from dirprune.lab.runs import Run
-from dirprune.lab.train import EpochRecord, evaluate
+from dirprune.lab.data.loader import Loader
+from dirprune.lab.records import checkpoint
+from dirprune.lab.records.checkpoint import CheckpointWarning
+from dirprune.lab.records.files import InUse
+from dirprune.lab.training import experiment, recipes, runs
+from dirprune.lab.training.execution import Execution
+from dirprune.lab.training.experiment import Diverged, LostRecords, assemble, conduct, make_method
+from dirprune.lab.training.loop import EpochRecord, evaluate
+from dirprune.lab.training.recipes import Recipe
+from dirprune.lab.training.runs import Run
 
 CPU = torch.device("cpu")
 # Four steps per epoch, the last one with a smaller batch.
@@ -58,7 +59,9 @@ RECIPES = {
 }
 
 # Import these once: otherwise, every training process would spend seconds on them.
-multiprocessing.set_forkserver_preload(["dirprune.lab.experiment", "sklearn.datasets", "torch._dynamo", "pytest"])
+multiprocessing.set_forkserver_preload(
+    ["dirprune.lab.training.experiment", "sklearn.datasets", "torch._dynamo", "pytest"]
+)
 
 
 def finish(run: Run, **options: Any) -> list[EpochRecord]:

@@ -16,8 +16,10 @@ import pytest
 import torch
 from test_cli import call
 
-from dirprune.lab import checkpoint, experiment, follow, recipes, runs
-from dirprune.lab.processes import Process
+from dirprune.lab.cli import follow
+from dirprune.lab.records import checkpoint
+from dirprune.lab.training import experiment, recipes, runs
+from dirprune.lab.training.processes import Process
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 MODULE = """

@@ -10,10 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from dirprune.lab import imagefolder
-from dirprune.lab.data import IMAGENET_STATISTICS, load
-from dirprune.lab.imagefolder import Box, centre_box, crop_resize, random_box, read_image
-from dirprune.lab.loader import Batch, Loader
+from dirprune.lab.data import IMAGENET_STATISTICS, imagefolder, load
+from dirprune.lab.data.imagefolder import Box, centre_box, crop_resize, random_box, read_image
+from dirprune.lab.data.loader import Batch, Loader
 
 SIZES = [(500, 375), (375, 500), (1300, 900), (640, 231), (120, 90), (256, 256), (901, 1200)]
 

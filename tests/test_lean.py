@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from dirprune import GRDA
-from dirprune.lab import recipes, runs
-from dirprune.lab.execution import Execution
-from dirprune.lab.experiment import conduct
-from dirprune.lab.lean import Lean, lowered
-from dirprune.lab.runs import Run
+from dirprune.lab.training import recipes, runs
+from dirprune.lab.training.execution import Execution
+from dirprune.lab.training.experiment import conduct
+from dirprune.lab.training.lean import Lean, lowered
+from dirprune.lab.training.runs import Run
 
 CPU = torch.device("cpu")
 PLAIN, LEAN = (Execution(precision="bfloat16", lean=lean) for lean in (False, True))

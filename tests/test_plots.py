@@ -16,7 +16,7 @@ from test_runs import record
 
 from dirprune import SparsityReport, sparsity
 from dirprune.lab import models, plots
-from dirprune.lab.train import EpochRecord
+from dirprune.lab.training.loop import EpochRecord
 
 
 def drawn(epoch: int, accuracy: float, loss: float = 0.1, fraction: float = 0.0) -> EpochRecord:

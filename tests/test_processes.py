@@ -23,10 +23,11 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from dirprune.__main__ import main
-from dirprune.lab import checkpoint, recipes, runs
-from dirprune.lab.experiment import Diverged, conduct
-from dirprune.lab.processes import Process, joined
-from dirprune.lab.train import EpochRecord
+from dirprune.lab.records import checkpoint
+from dirprune.lab.training import recipes, runs
+from dirprune.lab.training.experiment import Diverged, conduct
+from dirprune.lab.training.loop import EpochRecord
+from dirprune.lab.training.processes import Process, joined
 
 CPU = torch.device("cpu")
 WORLD = 2
@@ -34,7 +35,9 @@ WORLD = 2
 RECIPE = replace(recipes.get("digits"), epochs=4, batch_size=479, c=0.03)
 
 # Import these once: otherwise, every training process would spend seconds on them.
-multiprocessing.set_forkserver_preload(["dirprune.lab.experiment", "sklearn.datasets", "torch._dynamo", "pytest"])
+multiprocessing.set_forkserver_preload(
+    ["dirprune.lab.training.experiment", "sklearn.datasets", "torch._dynamo", "pytest"]
+)
 
 
 def breaking() -> nn.Module:

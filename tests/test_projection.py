@@ -20,16 +20,17 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from dirprune.curvature import HessianOperator
-from dirprune.lab import checkpoint, cli_research, console, projection, recipes, runs
-from dirprune.lab.direction_plots import projection_figure
-from dirprune.lab.experiment import conduct
-from dirprune.lab.files import locked
+from dirprune.lab.cli import console, drive
 from dirprune.lab.plots import save
 from dirprune.lab.progress import Progress
-from dirprune.lab.projection import EigenvalueRow, ProjectionRow, project
-from dirprune.lab.published.projection import shares
-from dirprune.lab.runs import Run
-from dirprune.lab.spectrum import (
+from dirprune.lab.records import checkpoint
+from dirprune.lab.records.files import locked
+from dirprune.lab.records.tables import OtherSettings, read_rows
+from dirprune.lab.studies.direction import projection
+from dirprune.lab.studies.direction.figures import projection_figure
+from dirprune.lab.studies.direction.projection import EigenvalueRow, ProjectionRow, project
+from dirprune.lab.studies.direction.published import shares
+from dirprune.lab.studies.direction.spectrum import (
     Guarded,
     Journal,
     Lanczos,
@@ -39,7 +40,9 @@ from dirprune.lab.spectrum import (
     part_of,
     subject,
 )
-from dirprune.lab.tables import OtherSettings, read_rows
+from dirprune.lab.training import recipes, runs
+from dirprune.lab.training.experiment import conduct
+from dirprune.lab.training.runs import Run
 
 CPU = torch.device("cpu")
 TIGHT = Lanczos(examples=200, batch_size=64, tolerance=1e-5)
@@ -285,10 +288,10 @@ def test_progress_is_told_where_no_bar_is_seen(
 ) -> None:
     worst = ("residual 1.0e-02", "residual 2.0e-03")
     events = [Progress("epoch 2", done, 300, note, "products") for done, note in enumerate(worst, start=7)]
-    assert cli_research._drive("project", (event for event in events), console.Interruption()) == []
+    assert drive.drive("project", (event for event in events), console.Interruption()) == []
     assert capsys.readouterr().err == ""  # the first line comes after ten seconds
     monkeypatch.setattr(console, "QUIET", 0.0)
-    cli_research._drive("project", (event for event in events), console.Interruption())
+    drive.drive("project", (event for event in events), console.Interruption())
     lines = capsys.readouterr().err.splitlines()
     assert "epoch 2: 7/300 products, residual 1.0e-02" in lines
     assert lines[-1] == "epoch 2: 8/300 products, residual 2.0e-03"

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from dirprune import GRDA
-from dirprune.lab import recipes
-from dirprune.lab.execution import Execution
-from dirprune.lab.experiment import make_optimizer
 from dirprune.lab.names import unknown
-from dirprune.lab.recipes import Recipe, differing
-from dirprune.lab.schedules import Schedule
+from dirprune.lab.training import recipes
+from dirprune.lab.training.execution import Execution
+from dirprune.lab.training.experiment import make_optimizer
+from dirprune.lab.training.recipes import Recipe, differing
+from dirprune.lab.training.schedules import Schedule
 
 CIFAR: dict[str, Any] = {"batch_size": 128, "lr": 0.1, "schedule": Schedule("constant-linear-constant")}
 VGG: dict[str, Any] = CIFAR | {

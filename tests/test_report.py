@@ -12,12 +12,14 @@ from test_runs import record
 from torch import Tensor, nn
 
 from dirprune import sparsity
-from dirprune.lab import checkpoint, models, plots, recipes, runs
-from dirprune.lab.experiment import conduct
-from dirprune.lab.recipes import Recipe
-from dirprune.lab.report import draw, duration, layerwise, report, settings
-from dirprune.lab.runs import Outcome, Run
-from dirprune.lab.schedules import Schedule
+from dirprune.lab import models, plots
+from dirprune.lab.records import checkpoint
+from dirprune.lab.studies.report.report import draw, duration, layerwise, report, settings
+from dirprune.lab.training import recipes, runs
+from dirprune.lab.training.experiment import conduct
+from dirprune.lab.training.recipes import Recipe
+from dirprune.lab.training.runs import Outcome, Run
+from dirprune.lab.training.schedules import Schedule
 
 DIGITS = replace(recipes.get("digits"), epochs=3, c=0.01, mu=0.7)
 

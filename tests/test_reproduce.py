@@ -21,23 +21,19 @@ from test_runs import record
 from test_train import Breaking
 from torch import nn
 
-from dirprune.lab import (
-    checkpoint,
-    console,
-    ledger,
-    published,
-    recipes,
-    reproduce,
-    reproduction_page,
-    reproduction_plots,
-    runs,
-    series,
-)
-from dirprune.lab.files import LOCK
+from dirprune.lab import published
+from dirprune.lab.cli import console
 from dirprune.lab.published import Estimate, PublishedCell, Setting
-from dirprune.lab.recipes import Recipe
-from dirprune.lab.tables import write_rows
-from dirprune.lab.train import EpochRecord
+from dirprune.lab.records import checkpoint
+from dirprune.lab.records.files import LOCK
+from dirprune.lab.records.tables import write_rows
+from dirprune.lab.studies.reproduction import cells as reproduce
+from dirprune.lab.studies.reproduction import figures as reproduction_plots
+from dirprune.lab.studies.reproduction import ledger
+from dirprune.lab.studies.reproduction import page as reproduction_page
+from dirprune.lab.training import recipes, runs, series
+from dirprune.lab.training.loop import EpochRecord
+from dirprune.lab.training.recipes import Recipe
 
 VGG = recipes.get("vgg16-cifar10")
 WRN = recipes.get("wrn28x10-cifar100")
@@ -482,7 +478,7 @@ def test_a_run_without_an_epoch_reproduces_nothing() -> None:
 def test_whatever_is_not_ours_to_choose_departs_from_the_published_run() -> None:
     ours = {"name", "about", "optimizer", "c", "mu", "seed", "keep", "published", "cpu", "cuda"}
     assert set(ledger.CHOICES) <= ours
-    assert ledger.departures(replace(VGG, batch_size=64)) == "batch_size=64"
+    assert recipes.departures(replace(VGG, batch_size=64), ledger.CHOICES) == "batch_size=64"
 
 
 def test_a_stop_between_the_two_tables_leaves_nothing_that_counts_as_done(
@@ -549,7 +545,7 @@ def test_without_a_ledger_every_setting_is_wanted_once_and_follows_its_recipe(tm
         *(("vgg16-cifar10", mu, 1) for mu in (None, 0.6, 0.51, 0.7, 0.4)),
         ("wrn28x10-cifar10", 0.55, 1),
     ]
-    assert {ledger.departures(recipe) for recipe in planned} == {""}
+    assert {recipes.departures(recipe, ledger.CHOICES) for recipe in planned} == {""}
     folders = [make_run(tmp_path / str(i), recipe, [record(1)]) for i, recipe in enumerate(planned)]
     ledger.collect(folders, tmp_path / "results")
     groups = reproduce.reproductions(ledger.read(tmp_path / "results"))

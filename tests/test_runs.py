@@ -17,9 +17,10 @@ import torch
 
 import dirprune
 from dirprune import sparsity
-from dirprune.lab import checkpoint, recipes, runs
-from dirprune.lab.runs import Outcome, Run, RunExists
-from dirprune.lab.train import EpochRecord
+from dirprune.lab.records import checkpoint, provenance
+from dirprune.lab.training import recipes, runs
+from dirprune.lab.training.loop import EpochRecord
+from dirprune.lab.training.runs import Outcome, Run, RunExists
 
 CPU = torch.device("cpu")
 
@@ -228,7 +229,7 @@ def test_environment_says_what_ran_where(run: Run, monkeypatch: pytest.MonkeyPat
     assert first["platform"] == platform.platform()
     assert first["threads"] == torch.get_num_threads()
     assert first["time"].endswith("Z")
-    assert first["commit"] == runs.commit()
+    assert first["commit"] == provenance.commit()
 
 
 def test_the_folder_of_the_data_is_noted_wherever_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,14 +256,14 @@ def test_commit_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
 
-    package = tmp_path / "package" / "lab"
+    package = tmp_path / "package"
     package.mkdir(parents=True)
-    source = package / "runs.py"
+    source = package / "__init__.py"
     source.write_text("")
-    monkeypatch.setattr(runs, "__file__", str(source))
+    monkeypatch.setattr(dirprune, "__file__", str(source))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.delenv("DIRPRUNE_COMMIT", raising=False)
-    commit = runs.commit.__wrapped__  # without its cache
+    commit = provenance.commit.__wrapped__  # without its cache
     assert commit() == ""  # not a repository
     git("init", "-q")
     git("add", ".")
@@ -278,9 +279,9 @@ def test_commit_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_process_goes_on_under_the_commit_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = runs.commit()
-    monkeypatch.setattr(runs, "__file__", "/elsewhere/runs.py")
-    assert runs.commit() == before
+    before = provenance.commit()
+    monkeypatch.setattr(dirprune, "__file__", "/elsewhere/__init__.py")
+    assert provenance.commit() == before
 
 
 @pytest.mark.parametrize("content", [b'{"a": 1}', b"[1]", b"\xff\xfe", b"", b"[{}]"])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, StepLR
 
-from dirprune.lab.schedules import Schedule
+from dirprune.lab.training.schedules import Schedule
 
 
 def test_constant_stays_one() -> None:

@@ -13,15 +13,16 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import prune
 
-from dirprune.lab import checkpoint, recipes, runs
-from dirprune.lab.direction_plots import score_figure
-from dirprune.lab.experiment import conduct
 from dirprune.lab.plots import save
 from dirprune.lab.progress import Progress
-from dirprune.lab.runs import Run
-from dirprune.lab.scoring import ScoreRow, SpectrumRow, directional_pruner, score, smallest_pruner
-from dirprune.lab.spectrum import Lanczos, subject
-from dirprune.lab.tables import OtherSettings, read_rows
+from dirprune.lab.records import checkpoint
+from dirprune.lab.records.tables import OtherSettings, read_rows
+from dirprune.lab.studies.direction.figures import score_figure
+from dirprune.lab.studies.direction.scoring import ScoreRow, SpectrumRow, directional_pruner, score, smallest_pruner
+from dirprune.lab.studies.direction.spectrum import Lanczos, subject
+from dirprune.lab.training import recipes, runs
+from dirprune.lab.training.experiment import conduct
+from dirprune.lab.training.runs import Run
 
 CPU = torch.device("cpu")
 QUICK = Lanczos(examples=300, batch_size=100)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dirprune.lab.files import InUse, locked
-from dirprune.lab.tables import OtherSettings, merge_rows, read_rows, settle, write_rows
+from dirprune.lab.records.files import InUse, locked
+from dirprune.lab.records.tables import OtherSettings, merge_rows, read_rows, settle, write_rows
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
-from dirprune.limit_law import gradient_flow, limit_moments, limit_rows, simulated_moments
-from dirprune.operators import dense
-from dirprune.optim import GRDA
-from dirprune.theory import (
+from dirprune.curvature.operators import dense
+from dirprune.lab.studies.theorem.limit_law import gradient_flow, limit_moments, limit_rows, simulated_moments
+from dirprune.lab.studies.theorem.problems import (
     LeastSquares,
     TheoremRow,
     drift_lag,
@@ -22,6 +21,7 @@ from dirprune.theory import (
     theorem_rows,
     tiny_network,
 )
+from dirprune.optim import GRDA
 
 
 def test_the_recursion_is_the_optimizer() -> None:

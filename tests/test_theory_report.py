@@ -9,14 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from dirprune.lab import theory_report
-from dirprune.lab.tables import read_rows
-from dirprune.lab.theory_plots import LimitPath, limit_figure, theorem_figure, trajectory_figure, valley_figure
-from dirprune.lab.theory_report import Value, report, study
-from dirprune.lab.trajectory import compared, drift, trajectories
-from dirprune.lab.valley import ACROSS, valley
-from dirprune.limit_law import LimitRow, Moments, gradient_flow, limit_moments
-from dirprune.theory import TheoremRow, least_squares, tiny_network
+from dirprune.lab.records.tables import read_rows
+from dirprune.lab.studies.theorem import work as theory_report
+from dirprune.lab.studies.theorem.figures import (
+    LimitPath,
+    limit_figure,
+    theorem_figure,
+    trajectory_figure,
+    valley_figure,
+)
+from dirprune.lab.studies.theorem.limit_law import LimitRow, Moments, gradient_flow, limit_moments
+from dirprune.lab.studies.theorem.problems import TheoremRow, least_squares, tiny_network
+from dirprune.lab.studies.theorem.trajectory import compared, drift, trajectories
+from dirprune.lab.studies.theorem.valley import ACROSS, valley
+from dirprune.lab.studies.theorem.work import Value, report, study
 
 ROW = TheoremRow(0.1, 0.05, 0.6, 60.0, 0.18, 4, 0.02, 0.15, 0.03, 0.96, 0.83, 0.99, 0.1, 20.0, 1, 0.03, 0.03, 0.99)
 LIMIT = LimitRow(0.03, 4.0, 100, 0.2, 0.3, 0.1, 0.15)

@@ -16,11 +16,11 @@ from torch.optim.swa_utils import update_bn
 
 from dirprune import GRDA
 from dirprune.lab import data
-from dirprune.lab.loader import Batch, Batching, Normalization
-from dirprune.lab.processes import Process
-from dirprune.lab.resident import ResidentLoader
-from dirprune.lab.schedules import Schedule
-from dirprune.lab.train import Divergence, EpochRecord, evaluate, norm_ratio, recalibrate_batchnorm, train
+from dirprune.lab.data.loader import Batch, Batching, Normalization
+from dirprune.lab.data.resident import ResidentLoader
+from dirprune.lab.training.loop import Divergence, EpochRecord, evaluate, norm_ratio, recalibrate_batchnorm, train
+from dirprune.lab.training.processes import Process
+from dirprune.lab.training.schedules import Schedule
 
 SEED = 5
 
@@ -317,7 +317,7 @@ def test_divergence_names_the_step_and_stops(value: float) -> None:
 
 
 def test_divergence_is_seen_before_the_epoch_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dirprune.lab.train.CHECK_EVERY", 2)
+    monkeypatch.setattr("dirprune.lab.training.loop.CHECK_EVERY", 2)
     loaders, model = digits(batch_size=100), Breaking(step=3, value=math.nan)
     with pytest.raises(Divergence, match="in step 3 of epoch 1"):
         list(train(model, make_sgd(model), loaders.train, loaders.test, epochs=1, lr=0.1, schedule=Schedule(), seed=0))
@@ -333,7 +333,7 @@ def test_weights_broken_by_the_last_update_of_an_epoch_are_not_handed_out() -> N
 
 
 def test_buffers_are_shared_between_processes_before_they_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dirprune.lab import train as loop
+    from dirprune.lab.training import loop
 
     order: list[str] = []
     monkeypatch.setattr(Process, "share_buffers", lambda self, model: order.append("share"))

@@ -16,11 +16,13 @@ import torch
 from test_cli import call
 
 from dirprune import GRDA
-from dirprune.lab import data, experiment, runs, tune
-from dirprune.lab.recipes import Recipe, changed, get
-from dirprune.lab.tables import read_rows
-from dirprune.lab.train import Divergence, EpochRecord, train
-from dirprune.lab.tune import Measured, Trial, choose
+from dirprune.lab import data
+from dirprune.lab.records.tables import read_rows
+from dirprune.lab.studies import tune
+from dirprune.lab.studies.tune import Measured, Trial, choose
+from dirprune.lab.training import experiment, runs
+from dirprune.lab.training.loop import Divergence, EpochRecord, train
+from dirprune.lab.training.recipes import Recipe, changed, get
 
 CPU = torch.device("cpu")
 QUICK = replace(get("digits-short"), batch_size=256)
@@ -248,8 +250,8 @@ def test_the_command_for_machines_trains_what_was_chosen(tuned: list[str]) -> No
 
 
 def test_the_command_at_a_terminal_shows_every_trial(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("cli", "console"):
-        monkeypatch.setattr(f"dirprune.lab.{module}.is_terminal", lambda: True)
+    for module in ("app", "console"):
+        monkeypatch.setattr(f"dirprune.lab.cli.{module}.is_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     result = call(*tuned)
     lines = result.stdout.splitlines()
@@ -268,13 +270,13 @@ def test_a_slip_in_a_users_network_is_told_in_one_line(tuned: list[str], monkeyp
     result = call(*tuned, "--model", "slip_of_a_user:Net")
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
-    assert "model='slip_of_a_user:Net' raised AttributeError on images of shape (1, 8, 8): 'Net' object has" in line
-    assert "slip_of_a_user.py, line 8)" in line
+    assert "model='slip_of_a_user:Net' does not fit data='digits', whose images have shape (1, 8, 8)" in line
+    assert "'Net' object has no attribute 'layers'" in line
 
 
 def test_ctrl_c_shows_the_trials_that_are_done(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("cli", "console"):
-        monkeypatch.setattr(f"dirprune.lab.{module}.is_terminal", lambda: True)
+    for module in ("app", "console"):
+        monkeypatch.setattr(f"dirprune.lab.cli.{module}.is_terminal", lambda: True)
     whole = tune.tune
 
     def interrupted(*arguments: Any, **options: Any) -> Iterator[tune.Trial]:

@@ -8,7 +8,7 @@ import sys
 
 def main() -> None:
     try:
-        from dirprune.lab.cli import app
+        from dirprune.lab.cli.app import app
     except ModuleNotFoundError as error:
         if error.name and error.name.partition(".")[0] == "dirprune":
             raise

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dirprune.graphs import is_capturing
+from dirprune._support.graphs import is_capturing
 from dirprune.state import check_devices, check_shapes
 
 CHUNK = 8192

@@ -10,9 +10,9 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dirprune.basis import inner, length, unit_of
-from dirprune.lanczos import Eigenpairs
-from dirprune.operators import SymmetricOperator, dense
+from dirprune.curvature.basis import inner, length, unit_of
+from dirprune.curvature.lanczos import Eigenpairs
+from dirprune.curvature.operators import SymmetricOperator, dense
 from dirprune.weights import Weights, check_alike, check_named, flatten, unflatten
 
 Point = TypeVar("Point", Tensor, Weights)

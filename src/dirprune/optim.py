@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from dirprune.graphs import is_capturing
+from dirprune._support.graphs import is_capturing
 from dirprune.options import MACHINE, MATHEMATICS, check_options, number, place_lr, set_lrs
 from dirprune.state import adopt_weights, check_shapes, check_state, first_state, local, place_states, put_state
 from dirprune.update import grda

@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
-from dirprune.lab.files import replacing
-from dirprune.lab.train import EpochRecord
+from dirprune.lab.records.files import replacing
+from dirprune.lab.training.loop import EpochRecord
 from dirprune.zeros import LayerSparsity, SparsityReport
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")

@@ -1,6 +1,6 @@
 """The numbers that the authors published, from the tables in this folder; README.md says where they come from.
 
-Accuracies and sparsity are in percent. Metrics have the names of `dirprune.lab.train.EpochRecord`.
+Accuracies and sparsity are in percent. Metrics have the names of `dirprune.lab.training.loop.EpochRecord`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What the rooms of the library share."""

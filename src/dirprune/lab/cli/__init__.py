@@ -1,0 +1,1 @@
+"""The commands: the application, its output and its progress displays."""

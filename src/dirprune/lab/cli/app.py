@@ -1,0 +1,451 @@
+"""The commands, one function per verb. Heavy imports happen inside the functions, so that --help is instant."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, replace
+from enum import Enum
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dirprune import __version__
+from dirprune.lab.cli.console import (
+    INTERRUPTED,
+    DataOption,
+    DeviceOption,
+    KeepOption,
+    MinutesOption,
+    ModelOption,
+    RunDataOption,
+    StepPrecisionOption,
+    clear_errors,
+    emit,
+    integers,
+    is_terminal,
+    say,
+    say_once,
+    show,
+)
+from dirprune.lab.studies.comparison import verb as comparison
+from dirprune.lab.studies.connectivity import verb as connectivity
+from dirprune.lab.studies.direction import verb as direction
+from dirprune.lab.studies.reproduction import verb as reproduction
+from dirprune.lab.studies.theorem import verb as theorem
+from dirprune.lab.text import NOTHING
+
+if TYPE_CHECKING:
+    from dirprune.lab.training.recipes import Recipe
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train sparse networks with gRDA, and see what it does. Start with: dirprune demo",
+)
+
+
+class OptimizerName(str, Enum):
+    grda = "grda"
+    sgd = "sgd"
+
+
+class DownloadName(str, Enum):
+    cifar10 = "cifar10"
+    cifar100 = "cifar100"
+
+
+SaveOption = Annotated[
+    int | None, typer.Option(min=1, help="Epochs between checkpoints.", show_default="one per minute")
+]
+BoardOption = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard event files into the run.")]
+LeanOption = Annotated[
+    bool | None,
+    typer.Option("--lean/--no-lean", help="With bfloat16, store gRDA's weights in bfloat16; results are unchanged."),
+]
+SeedOption = Annotated[
+    int | None, typer.Option(help="Random seed for initial weights, data order and augmentation.", show_default="0")
+]
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`.")]
+RateOption = Annotated[float | None, typer.Option(help="Base learning rate.")]
+BatchOption = Annotated[int | None, typer.Option(help="Global batch size, summed over all processes.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dirprune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Handle the options that come before the verb."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the two runs and the figure.")] = Path("runs/demo"),
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of each run.", show_default="60")] = None,
+    seed: SeedOption = None,
+) -> None:
+    """Train a small network on digits with SGD and with gRDA, and compare: no data, no GPU, under a minute."""
+    with clear_errors():
+        from dirprune.lab import plots
+        from dirprune.lab.cli.follow import follow
+        from dirprune.lab.studies.report.report import layerwise, report
+        from dirprune.lab.training import recipes, runs
+
+        folder = runs.unused(out)
+        recipe = recipes.changed(recipes.get("digits"), epochs=epochs, seed=seed)
+        for optimizer, name in (("sgd", "SGD"), ("grda", "gRDA")):
+            run = runs.create(folder / optimizer, replace(recipe, optimizer=optimizer))
+            try:
+                follow(run, device="cpu", title=name, quiet=True)
+            except typer.Exit:
+                say("This resumes only the interrupted run; run `dirprune demo` again to repeat both.")
+                raise
+        found = report([folder / "sgd", folder / "grda"])
+        labels = dict(zip(("SGD", "gRDA"), (group.records for group in found.groups), strict=True))
+        figure = plots.save(plots.accuracy_and_sparsity(labels), folder / "demo.png")
+        if not is_terminal():
+            emit({**found.to_dict(), "figure": str(figure)})
+            return
+        columns = {"test accuracy (%)": "test accuracy (%)", "sparsity (%)": "sparsity (%)", "time": "total"}
+        cells = found.cells
+        rows = [(name, *(row[c] for c in columns.values())) for name, row in zip(labels, cells, strict=True)]
+        show("The same network, weights and minibatches", ("", *columns), rows)
+        say("One run each, 359 test images: a difference of less than a point may be chance.")
+        print(f"\nWhat gRDA left of each layer:\n\n{layerwise(runs.load(folder / 'grda'))[1]}")
+        print(f"\nFigure (accuracy and sparsity over training): {figure}")
+        print("In your own script:")
+        numbers = f"lr={recipe.lr:g}, c={recipe.c:g}, mu={recipe.mu:g}"
+        print(f"    optimizer = dirprune.GRDA(model.parameters(), {numbers})")
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument,
+    optimizer: Annotated[OptimizerName | None, typer.Option(help="gRDA, or dense SGD.", show_default="grda")] = None,
+    c: Annotated[float | None, typer.Option(help="gRDA's pruning strength, ≥ 0.")] = None,
+    mu: Annotated[float | None, typer.Option(help="gRDA's growth exponent, > 0.")] = None,
+    lr: RateOption = None,
+    epochs: Annotated[int | None, typer.Option(help="Number of epochs to train.")] = None,
+    batch_size: BatchOption = None,
+    seed: SeedOption = None,
+    model: ModelOption = None,
+    validation: Annotated[
+        float | None,
+        typer.Option(help="Hold out this fraction of the training set and report on it instead of the test set."),
+    ] = None,
+    keep: KeepOption = None,
+    precision: StepPrecisionOption = None,
+    compile: Annotated[  # noqa: A002
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile the network.")
+    ] = None,
+    lean: LeanOption = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory.", show_default="a new one under runs/")] = None,
+    data: DataOption = None,
+    device: DeviceOption = "auto",
+    save_every: SaveOption = None,
+    minutes: MinutesOption = None,
+    tensorboard: BoardOption = False,
+) -> None:
+    """Train a recipe. Options you leave out keep the recipe's values.
+
+    On several processes: torchrun --nproc-per-node N -m dirprune train RECIPE …
+    """
+    with clear_errors():
+        from dirprune.lab.cli.follow import device_of, follow
+        from dirprune.lab.training import recipes, runs
+
+        chosen = recipes.changed(
+            recipes.get(recipe),
+            optimizer=optimizer.value if optimizer else None,
+            c=c,
+            mu=mu,
+            lr=lr,
+            epochs=epochs,
+            batch_size=batch_size,
+            seed=seed,
+            model=model,
+            validation=validation,
+            keep=tuple(integers("--keep", keep)) if keep else None,
+            precision=precision.value if precision else None,
+            compile=compile,
+            lean=lean,
+        )
+        if keep and max(chosen.keep) > chosen.epochs:
+            raise ValueError(
+                f"--keep {keep!r} names epoch {max(chosen.keep)}, but the run ends after epoch {chosen.epochs}; give "
+                "epochs up to that, or a larger --epochs"
+            )
+        for remark in _remarks(chosen, device_of(device).type, c=c, mu=mu, lean=lean):
+            say_once(remark)
+        folder = out or runs.unused(Path("runs") / runs.default_name(chosen))
+        follow(
+            lambda: runs.create(folder, chosen),
+            device=device,
+            root=data,
+            save_every=save_every,
+            tensorboard=tensorboard,
+            minutes=minutes,
+        )
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    data: RunDataOption = None,
+    device: DeviceOption = "auto",
+    save_every: SaveOption = None,
+    minutes: MinutesOption = None,
+    tensorboard: BoardOption = False,
+) -> None:
+    """Continue a run from its last good checkpoint."""
+    with clear_errors():
+        from dirprune.lab.cli.follow import follow
+        from dirprune.lab.training import runs
+
+        found = runs.load(run)
+        root = data or found.last_root()
+        follow(found, device=device, root=root, save_every=save_every, tensorboard=tensorboard, minutes=minutes)
+
+
+@app.command()
+def report(
+    run: Annotated[
+        list[Path], typer.Argument(help="Run directories; those that differ only in the seed are averaged.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the figures.", show_default="RUN/figures; report/ for several runs")
+    ] = None,
+) -> None:
+    """Show runs side by side: table, curves, layerwise sparsity."""
+    with clear_errors():
+        from dirprune.lab.studies.report import report as reports
+
+        found, paths = reports.report(run), []
+        if is_terminal():  # show the table first: drawing the figures may fail
+            cells = found.cells
+            show("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2, spare=reports.SPARE)
+            for note in found.notes:
+                say(note)
+        try:
+            paths = reports.draw(found, out or (None if len(run) == 1 else Path("report")))
+        finally:
+            if not is_terminal():
+                emit({**found.to_dict(), "figures": [str(path) for path in paths]})
+        if not is_terminal():
+            return
+        if len(run) == 1 and (networks := found.layers):
+            ((label, (zeros,)),) = networks[next(iter(networks))].items()
+            print(f"\nLayer by layer, {label}:\n\n{zeros}\n")
+        for path in paths:
+            print(f"figure: {path}")
+
+
+@app.command()
+def tune(
+    recipe: RecipeArgument,
+    epochs: Annotated[int, typer.Option(min=1, help="Length of a trial; the paper used 1 to 5.")] = 3,
+    tolerance: Annotated[float, typer.Option(help="How many points of accuracy a trial may lose against SGD.")] = 1.0,
+    mu: Annotated[
+        list[float] | None, typer.Option(help="Search c for this μ; may be repeated.", show_default=".501 .51 .55")
+    ] = None,
+    lr: RateOption = None,
+    batch_size: BatchOption = None,
+    seed: SeedOption = None,
+    model: ModelOption = None,
+    precision: StepPrecisionOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder to record trials in; the same folder continues the search.", show_default="none"),
+    ] = None,
+    data: DataOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Choose c and μ by the paper's rule: the largest c that keeps SGD's accuracy, on held-out training data."""
+    with clear_errors():
+        from dirprune.lab.cli.console import bar
+        from dirprune.lab.cli.follow import device_of
+        from dirprune.lab.studies import tune as tuning
+        from dirprune.lab.training import recipes
+
+        given = {"lr": lr, "batch_size": batch_size, "seed": seed, "model": model}
+        given["precision"] = precision.value if precision else None
+        chosen = recipes.changed(recipes.get(recipe), **given)
+        trials = []
+        length = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+        mus, where = mu or tuning.MUS, device_of(device)
+        search = tuning.tune(chosen, epochs=epochs, tolerance=tolerance, mus=mus, device=where, root=data, out=out)
+        finished = False
+        with bar("trials", total=None) as advance, suppress(KeyboardInterrupt):
+            for trial in search:
+                trials.append(trial)
+                advance(1, note=" ".join(filter(None, trial.cells())))
+                if not is_terminal():
+                    emit(trial.to_dict())
+            finished = True
+        if is_terminal() and trials:
+            show(f"Trials of {length}, on held-out data", tuning.COLUMNS, [trial.cells() for trial in trials])
+        best = tuning.choose(trials)
+        if not finished:
+            so_far = f" Best so far: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero)." if best else ""
+            say(f"Stopped; the search is not finished.{so_far}")
+            if out and trials:
+                say(f"Its trials are in {out / tuning.TABLE}. Run the same command to continue.")
+            raise typer.Exit(INTERRUPTED)
+        if best is None:
+            say("No c passed; try a larger --tolerance or longer trials (--epochs).")
+            raise typer.Exit(1)
+        options = {"c": best.c, "mu": best.mu, **given, "data": data}
+        words = [(f"--{k.replace('_', '-')}", str(value)) for k, value in options.items() if value is not None]
+        command = shlex.join(["dirprune", "train", recipe, *chain.from_iterable(words)])
+        say(f"Chosen: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero after {length}). Train with:")
+        say(f"    {command}")
+        if not is_terminal():
+            emit({"c": best.c, "mu": best.mu, "command": command})
+
+
+@app.command()
+def data(
+    name: Annotated[DownloadName, typer.Argument(help="The data set to download.")],
+    to: Annotated[
+        Path | None, typer.Option(help="Folder to put it in.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune")
+    ] = None,
+) -> None:
+    """Download a data set, check it and unpack it."""
+    with clear_errors():
+        from dirprune.lab.cli.console import bar
+        from dirprune.lab.data import data_root
+        from dirprune.lab.data.download import fetch
+
+        folder = data_root(to)
+        with bar(name.value, total=None, unit="MB") as advance:
+            seen = 0
+
+            def progress(done: int, total: int | None) -> None:
+                nonlocal seen
+                advance((done - seen) / 1e6, total=total and total / 1e6)
+                seen = done
+
+            fetched = fetch(name.value, folder, progress=progress)
+        how = {"present": "already present and verified", "archive": "unpacked from the archive that was already there"}
+        say(f"{fetched.folder}: {how.get(fetched.source, 'downloaded and verified')}. Use it with --data {folder}")
+        if not is_terminal():
+            emit({"folder": str(fetched.folder), "source": fetched.source})
+
+
+@app.command()
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(help="Show every value of this recipe.", show_default="list all")
+    ] = None,
+) -> None:
+    """List the recipes, or show every value of one."""
+    with clear_errors():
+        from dirprune.lab.training import recipes as known
+
+        found = [known.get(each) for each in ([name] if name else known.names())]
+        if not is_terminal():
+            for recipe in found:
+                emit(recipe.to_dict())
+            return
+        if name:
+            values = found[0].to_dict()
+            show(f"dirprune train {name}", ("field", "value"), [(key, _text(values[key])) for key in values], left=2)
+            return
+        rows = [(r.name, r.about + _published(r.published), str(r.epochs), f"{r.c:g}", f"{r.mu:g}") for r in found]
+        show("dirprune train RECIPE", ("recipe", "what", "epochs", "c", "μ"), rows, left=2, spare=("c", "μ"))
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        list[str] | None, typer.Argument(help="Networks to measure: vgg16, wrn28x10, resnet50, small.")
+    ] = None,
+    lean: LeanOption = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the numbers to this CSV file.")] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Time a training step with SGD and with gRDA, next to the arithmetic floor and the paper's figures."""
+    with clear_errors():
+        from dirprune.lab.cli.console import bar
+        from dirprune.lab.cli.follow import device_of
+        from dirprune.lab.studies import bench as benchmark
+
+        where = device_of(device)
+        names = model or (["vgg16", "wrn28x10", "resnet50"] if where.type == "cuda" else ["small"])
+        costs: list[benchmark.Cost] = []
+        if out:
+            benchmark.write([], out, where)  # fail before measuring if the file cannot be read or written
+        finished = False
+        with bar("benchmarks", total=2 * len(names)) as advance, suppress(KeyboardInterrupt):
+            for name in names:
+                for cost in benchmark.bench(name, device=where, lean=lean):
+                    costs.append(cost)
+                    advance(1, note=f"{cost.model} {cost.optimizer}: {cost.ms:.2f} ms")
+                    if not is_terminal():
+                        emit({**cost.to_dict(), "ratio_to_sgd": benchmark.ratio_to_sgd(cost, costs)})
+                if out:  # after each network, so that an interruption loses at most one
+                    benchmark.write(costs, out, where)
+            finished = True
+        if is_terminal() and costs:
+            show("A training step", benchmark.COLUMNS, benchmark.table(costs), left=2, spare=benchmark.SPARE)
+        if bars := benchmark.bars(costs):
+            if is_terminal():
+                show("\nOur targets", benchmark.BAR_COLUMNS, [each.cells() for each in bars], left=2)
+            else:
+                for each in bars:
+                    emit({**asdict(each), "met": each.met})
+        if not finished:
+            say(f"Stopped; {len(costs)} of {2 * len(names)} measurements are complete.")
+            raise typer.Exit(INTERRUPTED)
+
+
+for study in (theorem, direction, connectivity, comparison, reproduction):
+    app.add_typer(study.app)
+
+
+def _remarks(
+    recipe: Recipe, device_type: str, *, c: float | None, mu: float | None, lean: bool | None
+) -> Iterator[str]:
+    """Yield remarks on effects of the given options that a user may not expect."""
+    idle = [name for name, value in (("--c", c), ("--mu", mu)) if value is not None]
+    if recipe.optimizer == "sgd" and idle:
+        yield f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect with --optimizer sgd."
+    if lean and recipe.execution(device_type).precision != "bfloat16":
+        yield "--lean has no effect in float32; add --precision bfloat16."
+    factor = recipe.schedule.factor(1, recipe.epochs)
+    if recipe.schedule.kind != "cosine" and factor < 1:
+        many = f"{recipe.epochs} epoch{'s' if recipe.epochs > 1 else ''}"
+        start = f"training starts at lr {factor * recipe.lr:g}"
+        yield f"With {many} this schedule never reaches the base rate; {start}."
+
+
+def _text(value: Any) -> str:
+    """Return a recipe value as text for a table cell."""
+    if isinstance(value, dict):
+        return "\n".join(f"{key} {_text(each)}" for key, each in value.items())
+    if isinstance(value, tuple):
+        return (
+            "\n".join(" ".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in value) or NOTHING
+        )
+    return NOTHING if value == "" else str(value)
+
+
+def _published(settings: tuple[tuple[float, float], ...]) -> str:
+    """Return the paper's settings as lines to append to a recipe's description."""
+    by_c: dict[float, list[str]] = {}
+    for c, mu in settings:
+        by_c.setdefault(c, []).append(f"{mu:g}")
+    return "".join(f"\npublished: c={c:g}, μ={' '.join(mus)}" for c, mus in by_c.items())

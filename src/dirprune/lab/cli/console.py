@@ -1,0 +1,373 @@
+"""Output of the commands: bars and tables on a terminal, JSON lines otherwise; messages go to stderr."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import signal
+import sys
+import textwrap
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+from rich.text import Text
+
+from dirprune.lab.records.files import to_json
+from dirprune.lab.text import NOTHING
+
+INTERRUPTED = 130
+QUIET = 10.0  # seconds between progress lines where no bar can be drawn
+_WORDS = 20  # minimum width of a text column, as long as another column can be narrowed instead
+
+
+def is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def say(message: str) -> None:
+    """Print a message, which is not a result, to stderr."""
+    # Not typer.echo: it would bypass the redirection of sys.stderr that keeps a progress bar below the messages.
+    try:
+        print(wrapped(message) if sys.stderr.isatty() else message, file=sys.stderr, flush=True)
+    except BrokenPipeError:  # the reader is gone, e.g. because a signal stopped the whole pipeline
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def say_once(message: str) -> None:
+    """Print a message from the first of the processes that torchrun started only."""
+    if os.environ.get("RANK", "0") == "0":
+        say(message)
+
+
+def wrapped(text: str) -> str:
+    """Wrap a text to the width of the terminal. A line indented by four is a command, and is not broken."""
+    width = max(Console(stderr=True).width, 20)
+    return "\n".join(line if line.startswith("    ") else _fill(line, width) for line in text.split("\n"))
+
+
+def _fill(line: str, width: int) -> str:
+    hanging = 2 * (len(line) - len(line.lstrip())) * " "
+    return textwrap.fill(line, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
+
+
+def emit(values: Mapping[str, Any]) -> None:
+    """Print a result to stdout as one line of JSON."""
+    try:
+        print(to_json(values), flush=True)
+    except OSError as error:  # the work continues even if nobody reads its results
+        if not isinstance(error, BrokenPipeError):  # a closed pipe needs no message
+            say(f"dirprune: cannot write to stdout ({error.strerror}); continuing without it")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+@contextmanager
+def clear_errors(stopped: str = "Stopped.") -> Iterator[None]:
+    """Show errors that the user can fix as one message. DIRPRUNE_TRACEBACK=1 shows the traceback as well.
+
+    A Ctrl-C that nothing else handles prints ``stopped``.
+    """
+    try:
+        with _clear_warnings():
+            yield
+    except KeyboardInterrupt:
+        say(stopped)
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        ours = isinstance(error, ValueError | OSError) or _is_ours(type(error))
+        if not ours or os.environ.get("DIRPRUNE_TRACEBACK") == "1":
+            raise
+        say(f"dirprune: {_message(error)}")
+        raise typer.Exit(1) from None
+
+
+@contextmanager
+def _clear_warnings() -> Iterator[None]:
+    """Show our own warnings as messages, without the source line that issued them."""
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if _is_ours(category):
+                say(f"dirprune: {message}")
+            else:
+                usual(message, category, *where, **more)
+
+        warnings.showwarning = show_warning
+        yield
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("dirprune.")
+
+
+_REMEDIES = {
+    **dict.fromkeys(("EACCES", "EPERM", "EEXIST", "ENOTDIR", "EROFS"), "; choose another folder"),
+    **dict.fromkeys(("ENOSPC", "EDQUOT"), "; make room, or choose another folder"),
+    "EFBIG": "; raise the limit on the size of files (ulimit -f)",
+}
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        known = errno.errorcode.get(error.errno or 0, "")
+        # If we replaced the system's message by our own, that already contains the remedy.
+        remedy = _REMEDIES.get(known, "") if error.strerror.startswith(os.strerror(error.errno or 0)) else ""
+        return f"{error.strerror}: {error.filename}{remedy}" if error.filename else error.strerror
+    return str(error)
+
+
+def show(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: int = 1,
+    spare: Sequence[str] = (),
+) -> None:
+    """Print a table without its empty columns. If it is too wide for the terminal, use the first shape that fits.
+
+    Args:
+        title: printed above the table.
+        columns: the headers.
+        rows: the cells; `NOTHING` stands for no value.
+        left: number of leading columns that hold text; the others hold numbers.
+        spare: columns that may be dropped if the terminal is too narrow, in the order of dropping.
+    """
+    console = Console(width=None if is_terminal() else 200)
+    lines = zip(columns, *rows, strict=True)
+    every = [_Column(header, cells, number < left) for number, (header, *cells) in enumerate(lines)]
+    told = [column for number, column in enumerate(every) if number == 0 or set(column.cells) != {NOTHING}]
+    width = partial(_least_width, console)
+    table = min(_shapes(title, told, spare), key=lambda shape: max(width(shape), console.width))
+    console.width = max(console.width, width(table))  # lines that wrap are better than numbers that are cut
+    console.print(table)
+
+
+@dataclass(frozen=True)
+class _Column:
+    header: str
+    cells: Sequence[str]
+    words: bool
+
+    @property
+    def longest(self) -> int:
+        return max((len(line) for cell in self.cells for line in cell.split("\n")), default=0)
+
+    @property
+    def same(self) -> bool:
+        """Whether there are several rows and all have the same value."""
+        return len(self.cells) > 1 and len(set(self.cells)) == 1
+
+
+def _shapes(title: str, columns: Sequence[_Column], spare: Sequence[str]) -> Iterator[Table]:
+    """Yield the table in all its shapes, the best first.
+
+    The shapes are: complete; with wrapped headers; transposed; without the columns that are the same in all rows,
+    which move to a caption; and without more and more of the ``spare`` columns.
+    """
+    first, *others = zip(*((column.header, *column.cells) for column in columns), strict=True)
+    turned = [_Column(line[0], line[1:], words=False) for line in others]
+    same = [column for column in columns if column.same]
+    yield _table(title, columns)
+    for words in (_WORDS, 0):
+        yield _table(title, columns, words)
+        yield _table(title, [_Column(first[0], first[1:], words=True), *turned], words)
+        for count in range(len(spare) + 1):
+            gone = [column for column in columns if column.header in spare[:count] and not column.same]
+            kept = [column for column in columns if column not in same + gone] or columns[:1]
+            yield _table(title, kept, words, _caption(same, gone))
+
+
+def _caption(same: Sequence[_Column], gone: Sequence[_Column]) -> str:
+    sentences = {
+        "The same in all rows": [f"{column.header} {column.cells[0]}" for column in same],
+        "In the piped output only": [column.header for column in gone],
+    }
+    return " ".join(f"{what}: {', '.join(items)}." for what, items in sentences.items() if items)
+
+
+def _table(title: str, columns: Sequence[_Column], words: int | None = None, caption: str = "") -> Table:
+    """Return a table. If ``words`` is given, headers and text columns wider than that may wrap, but not numbers.
+
+    The first column never wraps, because it identifies the rows.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", show_edge=False)
+    table.caption, table.caption_justify, table.caption_style = caption or None, "left", "none"
+    for number, column in enumerate(columns):
+        header = column.header
+        whole = max(column.longest, *map(len, [header] if words is None else header.split()), 0)
+        if column.words:
+            named = number == 0
+            least = whole if words is None or named else min(whole, words)
+            table.add_column(header, min_width=least, overflow="fold", no_wrap=named)
+        else:
+            table.add_column(header, width=whole, justify="right")
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def _least_width(console: Console, table: Table) -> int:
+    return Measurement.get(console, console.options.update(max_width=10_000), table).minimum
+
+
+DataOption = Annotated[
+    Path | None,
+    typer.Option("--data", help="Folder of the data sets.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune"),
+]
+RunDataOption = Annotated[
+    Path | None,
+    typer.Option("--data", help="Folder of the data sets.", show_default="where the last session found them"),
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto for the fastest available.")]
+ModelOption = Annotated[str | None, typer.Option(help="Another network, or your own as package.module:name.")]
+
+
+class Precision(str, Enum):
+    """Precisions of a training step."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+StepPrecisionOption = Annotated[
+    Precision | None,
+    typer.Option("--precision", help="Precision of the forward and backward pass.", show_default="by recipe"),
+]
+KeepOption = Annotated[str | None, typer.Option(help="Epochs whose checkpoints are kept, e.g. 0,10,100.")]
+MinutesOption = Annotated[
+    float | None, typer.Option(help="Save and stop after this many minutes.", show_default="no limit")
+]
+
+
+class Interruption:
+    """Tells when to stop: after Ctrl-C, after a scheduler's SIGTERM, or when the time is up.
+
+    A second Ctrl-C stops immediately. A second SIGTERM is ignored, because torchrun and timeout send it twice; use
+    SIGKILL to stop immediately.
+    """
+
+    def __init__(self, minutes: float | None = None) -> None:
+        if minutes is not None and not minutes > 0:
+            raise ValueError(f"--minutes {minutes:g} leaves no time to train; give more than 0, or omit it")
+        self.asked = False
+        self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+
+    def __call__(self) -> bool:
+        return self.asked or self.late
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() >= self._end
+
+    @contextmanager
+    def listening(self, after: str = "epoch", *, quietly: bool = False) -> Iterator[Interruption]:
+        """Handle the signals. The first prints ``after`` what the command stops, unless ``quietly``."""
+        then: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_IGN}
+
+        def first(signum: int, frame: object) -> None:
+            self.asked = True
+            for each, handler in then.items():
+                signal.signal(each, handler)
+            if not quietly:
+                say(f"Stopping after this {after}; press Ctrl-C again to stop immediately.")
+
+        before = {each: signal.signal(each, first) for each in then}
+        try:
+            yield self
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+
+class _Clock(ProgressColumn):
+    """The time left, or the time elapsed if the total is not known."""
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return TimeElapsedColumn().render(task)
+        return Text.assemble(TimeRemainingColumn().render(task), " left")
+
+
+class _Note(ProgressColumn):
+    """The note at the end of a bar, cut if the terminal is too narrow."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["note"], no_wrap=True, overflow="ellipsis")
+
+
+def _columns(width: int) -> list[ProgressColumn]:
+    """Return the columns of a bar. If they do not fit, the note is shortened, then the bar, but never the numbers."""
+    return [
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=min(40, width // 8)),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[unit]}"),
+        _Clock(table_column=Column(no_wrap=True)),
+        _Note(),
+    ]
+
+
+@contextmanager
+def bar(description: str, total: float | None, *, unit: str = "") -> Iterator[Callable[..., None]]:
+    """Show a progress bar on a terminal, or print a line every ten seconds elsewhere.
+
+    Yields ``advance(count, note="…", total=…, restart="new description", unit="…")``.
+    """
+    console = Console(stderr=True)
+    hidden = not console.is_terminal or console.is_dumb_terminal  # rich draws nothing there
+    columns = _columns(console.width)
+    spoken = time.monotonic()
+    # Do not redirect stdout: it may be a file while the bar is on a terminal.
+    with Progress(*columns, console=console, disable=hidden, transient=True, redirect_stdout=False) as progress:
+        task = progress.add_task(description, total=total, note="", unit=unit)
+
+        def advance(count: float = 1, restart: str | None = None, **changes: Any) -> None:
+            nonlocal spoken
+            if restart is not None:
+                progress.reset(task, description=restart, **{**progress.tasks[task].fields, "note": ""})
+            given = {name: value for name, value in changes.items() if value is not None}
+            progress.update(task, advance=count, **given)
+            if hidden and time.monotonic() - spoken >= QUIET:
+                say(_line(progress.tasks[task]))
+                spoken = time.monotonic()
+
+        yield advance
+
+
+def _line(task: Task) -> str:
+    """Return the state of a bar as text: "epoch 5: 12/300 products, residual 1.9e-04"."""
+    numbers = [task.completed] if task.total is None else [task.completed, task.total]
+    counted = f"{'/'.join(f'{round(number, 2):.10g}' for number in numbers)} {task.fields['unit']}".rstrip()
+    return f"{task.description}: {', '.join(filter(None, (counted, task.fields['note'])))}"
+
+
+def integers(option: str, text: str) -> list[int]:
+    """Read an option like 0,10,100."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} {text!r} is not a list of numbers; write e.g. 0,10,100") from None

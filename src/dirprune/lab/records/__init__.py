@@ -1,0 +1,1 @@
+"""Files of runs and tables: written atomically, checked when read."""

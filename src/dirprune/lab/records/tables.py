@@ -1,0 +1,192 @@
+"""Tables of measured rows as CSV files: one frozen dataclass per table, one field per column."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+from dirprune.lab.records.files import LOCK, as_read, locked, read_json, write_json, write_text
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Row = TypeVar("Row", bound=DataclassInstance)
+else:
+    Row = TypeVar("Row")
+
+SETTINGS = "settings.json"
+
+
+def _read_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):  # spreadsheets write them in capitals
+        raise ValueError("it is neither True nor False")
+    return text.lower() == "true"
+
+
+_READERS: dict[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    float | None: lambda text: float(text) if text else None,
+    str: str,
+    bool: _read_bool,
+}
+
+
+class OtherSettings(ValueError):
+    """A folder holds rows that were measured with other settings."""
+
+
+def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
+    """Write a table atomically, so that a crash leaves the old rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(kind)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    write_text(path, text.getvalue())
+
+
+def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+    """Return exactly the rows that `write_rows` wrote; [] if there is no such file.
+
+    Files saved by a spreadsheet can be read too, with a byte-order mark and other line endings.
+
+    >>> import tempfile
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Point:
+    ...     name: str
+    ...     value: float | None
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_rows(Path(folder) / "points.csv", Point, [Point("a", 0.1), Point("b", None)])
+    ...     read_rows(Path(folder) / "points.csv", Point)
+    [Point(name='a', value=0.1), Point(name='b', value=None)]
+    """
+    if not path.exists():
+        return []
+    readers = {name: _READERS[hint] for name, hint in get_type_hints(kind).items()}
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            table = csv.DictReader(file)
+            if lacking := [name for name in readers if name not in (table.fieldnames or ())]:
+                raise ValueError(f"it has no column {lacking[0]}")
+            return [kind(**_values(row, readers, table.line_num)) for row in table]
+        except (ValueError, csv.Error) as error:
+            raise ValueError(
+                f"{path} cannot be read as a table of {kind.__name__} ({error}); correct it, or restore it from a "
+                "copy, or, if you can do without its rows, delete it"
+            ) from error
+
+
+def _values(row: Mapping[Any, Any], readers: Mapping[str, Callable[[str], Any]], line: int) -> dict[str, Any]:
+    """Return the cells of a row as Python values."""
+    if None in row:  # where `csv` puts cells beyond the last column
+        raise ValueError(f"line {line} has more cells than there are columns")
+    values = {}
+    for name, reader in readers.items():
+        if row[name] is None:
+            raise ValueError(f"line {line} ends before its column {name}")
+        try:
+            values[name] = reader(row[name])
+        except ValueError as error:
+            raise ValueError(f"line {line} has {name}={row[name]!r}: {error}") from error
+    return values
+
+
+def merge_rows(path: Path, kind: type[Row], rows: Iterable[Row], *, key: Sequence[str], in_order: bool = False) -> None:
+    """Write rows into a table, replacing existing rows with the same values in the columns ``key``.
+
+    ``in_order`` sorts the table by these columns; otherwise new rows come last.
+    """
+    new = list(rows)
+
+    def known_by(row: Row) -> tuple[Any, ...]:
+        return tuple(getattr(row, name) for name in key)
+
+    replaced = {known_by(row) for row in new}
+    merged = [*(row for row in read_rows(path, kind) if known_by(row) not in replaced), *new]
+    write_rows(path, kind, sorted(merged, key=known_by) if in_order else merged)
+
+
+@contextmanager
+def measuring(
+    folder: Path,
+    settings: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    *,
+    table: str,
+    files: Mapping[str, str] | None = None,
+) -> Iterator[None]:
+    """Lock a folder of rows and `settle` its settings; if nothing is measured, clean up afterwards."""
+    with locked(folder):
+        settle(folder, settings, environment, table=table, files=files)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if not _holds_more(folder):
+                    for name in (SETTINGS, LOCK):
+                        (folder / name).unlink(missing_ok=True)
+                    folder.rmdir()
+
+
+def _holds_more(folder: Path) -> bool:
+    """Return whether anything was measured: rows or saved products. Otherwise the settings do not matter."""
+    return any(entry.name not in (SETTINGS, LOCK) for entry in folder.iterdir())
+
+
+def settle(
+    folder: Path,
+    settings: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    *,
+    table: str,
+    files: Mapping[str, str] | None = None,
+) -> None:
+    """Record in settings.json how the rows of a folder are measured; raise if the folder was begun differently.
+
+    Args:
+        folder: the folder of the rows.
+        settings: the settings that all rows share.
+        environment: the environment of this session.
+        table: the file name of the rows; if it exists, settings.json must exist too.
+        files: checksums of the measured files by name; new ones may be added, but none may change.
+
+    Raises:
+        OtherSettings: the folder was begun with other settings, or with other files of these names.
+        ValueError: settings.json is missing or damaged, so it is not known how the rows were measured.
+    """
+    path = folder / SETTINGS
+    if (folder / "config.json").exists():
+        raise ValueError(f"{folder} is a run directory; give another --out")
+    wanted = as_read(settings)
+    noted: dict[str, Any] = {"settings": wanted, "sessions": []}
+    remedy = "restore it from a copy, give another --out, or delete the folder"
+    if path.exists() and _holds_more(folder):
+        noted = read_json(path, dict, remedy)
+        if not (isinstance(noted.get("settings"), dict) and isinstance(noted.get("sessions"), list)):
+            raise ValueError(f"{path} does not say how the rows beside it were measured; {remedy}")
+    elif (folder / table).exists():
+        raise ValueError(f"{path} is gone, which says how the rows of {table} were measured; {remedy}")
+    if not noted["settings"].keys() & wanted.keys():
+        raise OtherSettings(f"{folder} holds other measurements; give another --out")
+    known_settings = noted["settings"]
+    differing = [key for key in wanted | known_settings if known_settings.get(key) != wanted.get(key)]
+    if differing:
+        there, here = (", ".join(f"{key}={each.get(key)}" for key in differing) for each in (known_settings, wanted))
+        raise OtherSettings(f"{folder} was started with {there}, not {here}; give another --out, or delete it")
+    known: dict[str, str] = noted.setdefault("files", {})
+    for name, checksum in (files or {}).items():
+        if known.setdefault(name, checksum) != checksum:
+            raise OtherSettings(
+                f"{folder} was started with another file as {name}: a run of the same name, or trained again; give "
+                "another --out, or delete it"
+            )
+    noted["sessions"].append(dict(environment))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, noted)

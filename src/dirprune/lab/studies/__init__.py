@@ -1,0 +1,1 @@
+"""The studies: one room each, with its work, rows, figures and verb."""

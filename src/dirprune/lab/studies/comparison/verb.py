@@ -1,0 +1,201 @@
+"""The command that compares pruning methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dirprune.lab.cli.console import (
+    DataOption,
+    DeviceOption,
+    Interruption,
+    MinutesOption,
+    ModelOption,
+    StepPrecisionOption,
+    clear_errors,
+    emit,
+    is_terminal,
+    say,
+    show,
+)
+
+if TYPE_CHECKING:
+    from dirprune.lab.studies.comparison.trials import Trial
+
+app = typer.Typer()
+
+
+@app.command()
+def compare(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`; not needed with --no-train or --published."),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Methods to compare, e.g. grda,rigl,str.", show_default="all eight, without variants"),
+    ] = None,
+    sparsity: Annotated[
+        str, typer.Option(help="Sparsities to compare at; also the targets of methods that take one.")
+    ] = "0.8,0.9,0.95",
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(help="Values of a method's knob, e.g. grda:c=8e-5,2e-4; repeatable.", show_default="by recipe"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs of every setting.")] = 1,
+    epochs: Annotated[int | None, typer.Option(help="Length of every run.", show_default="the recipe's")] = None,
+    lr: Annotated[float | None, typer.Option(help="Base learning rate.", show_default="the recipe's")] = None,
+    model: ModelOption = None,
+    precision: StepPrecisionOption = None,
+    minutes: MinutesOption = None,
+    train: Annotated[
+        bool,
+        typer.Option("--train/--no-train", help="With --no-train, only redraw table and figures from existing runs."),
+    ] = True,
+    published: Annotated[
+        str | None, typer.Option(help="Draw published numbers instead: resnet50-imagenet.", show_default="none")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for runs, tables and figures; run again with the same folder to continue.")
+    ] = Path("comparison"),
+    data: DataOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Train pruning methods under one recipe and one budget, and rank them at equal sparsity."""
+    with clear_errors():
+        if published is not None:
+            _draw_published(published, out)
+            return
+        asked = _fractions("--sparsity", sparsity)
+        interruption = Interruption(minutes)
+        if train:
+            from dirprune.lab.studies.comparison import trials
+
+            if recipe is None:
+                raise ValueError("RECIPE is missing; take one of `dirprune recipes`, or give --no-train or --published")
+            names = trials.DEFAULT if methods is None else methods.replace(",", " ").split()
+            changes = {"epochs": epochs, "lr": lr, "model": model, "precision": precision and precision.value}
+            given = trials.read_sweeps(sweep or [])
+            plan = _plan(recipe, changes, data, methods=names, sparsities=asked, seeds=seeds)
+            _train(plan, given, asked, out, device, data, interruption)
+        _conclude(out, asked)
+
+
+Sweeps = dict[str, list[float]]
+
+
+def _plan(recipe: str, changes: dict[str, Any], root: Path | None, **options: Any) -> Callable[[Sweeps], list[Trial]]:
+    """Return a function from sweeps to trials. Loads the data to count batches, on which default sweeps depend."""
+    import torch
+
+    from dirprune.lab.studies.comparison import trials
+    from dirprune.lab.training import recipes
+    from dirprune.lab.training.experiment import load_data
+
+    chosen = recipes.changed(recipes.get(recipe), **changes)
+    batches = len(load_data(chosen, device=torch.device("cpu"), root=root).train)
+    return lambda sweeps: trials.plan(chosen, sweeps=sweeps, batches=batches, **options)
+
+
+def _train(
+    plan: Callable[[Sweeps], list[Trial]],
+    given: Sweeps,
+    sparsities: Sequence[float],
+    out: Path,
+    device: str,
+    root: Path | None,
+    interruption: Interruption,
+) -> None:
+    """Train the trials with a progress display, until they end, Ctrl-C is pressed or the time is up.
+
+    Sweeps that were not given are widened, one value at a time, until their runs enclose the sparsities.
+    """
+    from dirprune.lab.cli.follow import device_of, follow_series
+    from dirprune.lab.studies.comparison import tables as comparison
+    from dirprune.lab.studies.comparison.work import Progress, compare, wider
+
+    told: set[str] = set()
+
+    def ended(step: Progress) -> None:
+        if step.row is not None and step.row.run not in told and not is_terminal():
+            told.add(step.row.run)
+            emit(asdict(step.row))
+
+    sweeps = given
+    while True:
+        trials = plan(sweeps)
+        steps = compare(trials, out, device=device_of(device), root=root, stopping=interruption)
+        titles = [" ".join(filter(None, [t.contestant.name, t.setting, f"seed {t.recipe.seed}"])) for t in trials]
+        follow_series(steps, titles, [trial.recipe.epochs for trial in trials], interruption, ended=ended)
+        ours = [trial for trial in trials if trial.contestant.name not in given]
+        found = comparison.read(out)
+        stopped = not {trial.name for trial in trials} <= {each.row.run for each in found}
+        more = {} if stopped else wider(ours, found, sparsities)
+        if not more:
+            return
+        say(f"Not every sparsity lies between two runs of {', '.join(more)}; trying {_latest(more)}.")
+        sweeps = {**sweeps, **more}
+
+
+def _latest(sweeps: Sweeps) -> str:
+    from dirprune.lab.studies.comparison.trials import contestant, setting
+
+    return ", ".join(setting(contestant(name).knob, values[-1]) for name, values in sweeps.items())
+
+
+def _conclude(out: Path, sparsities: Sequence[float]) -> None:
+    """Show the ranking of the runs that have ended so far, and write tables and figures."""
+    from dirprune.lab.studies.comparison import tables as comparison
+
+    found = comparison.read(out)
+    if not found:
+        if not (out / "runs").is_dir():
+            raise ValueError(f"{out} holds no comparison; give the --out of one, or train one: dirprune compare RECIPE")
+        say(f"No run in {out / 'runs'} has ended yet.")
+        return
+    rows = comparison.ranking(found, sparsities)
+    if is_terminal():
+        for sparsity in sparsities:
+            cells = [row.cells() for row in rows if row.asked_sparsity in (0.0, sparsity)]
+            title = f"\nAt {100 * sparsity:g}% of the weights zero"
+            show(title, comparison.COLUMNS, cells, left=3, spare=comparison.SPARE)
+    else:
+        for row in rows:
+            emit(asdict(row))
+    for line in comparison.notes(found):
+        say(line)
+    for path in comparison.write(found, out, sparsities):
+        say(f"written: {path}")
+
+
+def _draw_published(name: str, out: Path) -> None:
+    from dirprune.lab import plots
+    from dirprune.lab.studies.comparison import figures as comparison_plots
+    from dirprune.lab.studies.comparison import published as comparison
+
+    if name != "resnet50-imagenet":
+        raise ValueError(f"--published {name!r} is not known; give resnet50-imagenet")
+    title, counted = "ResNet50 on ImageNet, published", "sparsity as published"
+    figures = {
+        "tradeoff.png": comparison_plots.tradeoff(comparison.tradeoff_curves(), title=title, counted=counted),
+        "layers.png": comparison_plots.layerwise(comparison.layerwise(), title=title),
+    }
+    for name, figure in figures.items():
+        say(f"written: {plots.save(figure, out / name)}")
+
+
+def _fractions(option: str, text: str) -> list[float]:
+    """Read an option like 0.8,0.9."""
+    try:
+        values = [float(word) for word in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 < value < 1 for value in values):
+        raise ValueError(
+            f"{option} {text!r} is not a list of sparsities; write fractions between 0 and 1, e.g. 0.8,0.9"
+        )
+    return list(dict.fromkeys(values))

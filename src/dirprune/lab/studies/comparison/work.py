@@ -1,0 +1,134 @@
+"""Train the trials of a comparison of pruning methods. Every trial is an ordinary run under ``runs/``.
+
+`comparison` makes tables of them. A trial that is in the tables has ended, whether or not its folder still exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dirprune.lab.studies.comparison.ranking import read_at
+from dirprune.lab.studies.comparison.tables import CHOICES, Ended, Row, noted, shared
+from dirprune.lab.studies.comparison.trials import Trial, rounded
+from dirprune.lab.training import runs
+from dirprune.lab.training.recipes import Recipe, differing
+from dirprune.lab.training.series import Planned, series
+
+MOST_VALUES = 8
+"""Number of values of a knob at which a sweep is no longer widened; more values would hardly help."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a comparison: trial ``number`` after ``epoch`` epochs, with its ``row`` if the trial has ended."""
+
+    number: int
+    epoch: int
+    note: str = ""
+    row: Row | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.row is not None
+
+
+def compare(
+    trials: Sequence[Trial],
+    out: Path,
+    *,
+    device: torch.device,
+    root: Path | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> Iterator[Progress]:
+    """Train the trials that have not ended yet, one after the other, each from its current epoch.
+
+    A trial that diverges counts as ended, and the comparison continues.
+
+    Args:
+        trials: see `dirprune.lab.studies.comparison.trials.plan`.
+        out: folder of the comparison; the same folder continues it.
+        device, root: where to train, and where the data are.
+        stopping: called before each trial and after each epoch; if it returns True, the run is saved and this stops.
+
+    Raises:
+        ValueError: the folder holds runs of another comparison.
+    """
+    elsewhere = [each.row for each in noted(out)]
+    _check_alike(out, elsewhere, trials[0].recipe, device.type)
+    ended = {row.run: row for row in elsewhere}
+    for number, trial in enumerate(trials, start=1):
+        if trial.name in ended:
+            yield Progress(number, trial.recipe.epochs, row=ended[trial.name])
+    numbers = [number for number, trial in enumerate(trials, start=1) if trial.name not in ended]
+    planned = [Planned(out / "runs" / trials[n - 1].name, trials[n - 1].recipe) for n in numbers]
+    for step in series(planned, device=device, root=root, stopping=stopping):
+        outcome = step.run.outcome() if step.ended else None
+        row = Row.of(step.run, outcome) if outcome else None
+        yield Progress(numbers[step.number - 1], step.epoch, step.note, row)
+
+
+def wider(trials: Sequence[Trial], found: Sequence[Ended], sparsities: Sequence[float]) -> dict[str, list[float]]:
+    """Return, for every method whose runs do not enclose all sparsities, the values of its knob and one more to try.
+
+    The new value is twice the strongest or half the weakest, or the geometric mean of two whose runs are too far apart
+    to interpolate. Methods with a preset sparsity, and those whose runs enclose all sparsities, are left out.
+
+    Only these trials count, and earlier seeds before later ones. The same values are therefore chosen again, whatever
+    else the folder holds, and when seeds are added.
+    """
+    more = {}
+    names = {trial.name for trial in trials}
+    for each in dict.fromkeys(trial.contestant for trial in trials if trial.contestant.is_swept):
+        values = sorted({trial.value for trial in trials if trial.contestant == each and trial.value is not None})
+        rows = [one.row for one in found if one.row.method == each.name and one.row.run in names]
+        value = _missing([row for row in rows if not row.diverged], values, sparsities)
+        if value is not None and len(values) < MOST_VALUES:
+            more[each.name] = [*values, value]
+    return more
+
+
+def _missing(rows: Sequence[Row], values: Sequence[float], sparsities: Sequence[float]) -> float | None:
+    """Return the value that the first incomplete seed needs, preferably beyond the present ones; None if none does."""
+    for seed in sorted({row.seed for row in rows}):
+        own = [row for row in rows if row.seed == seed]
+        beyond, between = [], []
+        for sparsity in sparsities:
+            reading = read_at([row.point for row in own], sparsity)
+            if reading.is_there and not reading.at_least:
+                continue
+            weaker = sorted((row for row in own if row.sparsity < sparsity), key=lambda row: row.sparsity)
+            stronger = sorted((row for row in own if row.sparsity >= sparsity), key=lambda row: row.sparsity)
+            if weaker and stronger:
+                between.append((weaker[-1].value * stronger[0].value) ** 0.5)
+            else:
+                beyond.append(2 * max(r.value for r in weaker) if weaker else min(r.value for r in stronger) / 2)
+        if new := [value for value in map(rounded, [*beyond, *between]) if value not in values]:
+            return new[0]
+    return None
+
+
+def _check_alike(out: Path, elsewhere: Sequence[Row], recipe: Recipe, device_type: str) -> None:
+    """Raise unless the runs in a folder can be compared with runs of this recipe, whatever their method."""
+    precision = recipe.execution(device_type).precision
+    for config in sorted((out / "runs").glob("*/config.json")):
+        there = runs.load(config.parent).recipe
+        if other := differing(there, recipe, CHOICES):
+            theirs, ours = (f"{other[0]}={getattr(each, other[0])}" for each in (there, recipe))
+            raise ValueError(
+                f"{config.parent} was trained with {theirs}, which cannot be compared with {ours}; give another --out"
+            )
+        if (other_precision := there.execution(device_type).precision) != precision:
+            raise ValueError(
+                f"{config.parent} is for {other_precision}, not {precision}; give --precision {other_precision}, or "
+                "another --out"
+            )
+    for row in elsewhere:
+        if row.recipe != shared(recipe):
+            raise ValueError(
+                f"{out / 'comparison.csv'} has runs of {row.recipe}, which cannot be compared with "
+                f"{shared(recipe)}; give another --out"
+            )

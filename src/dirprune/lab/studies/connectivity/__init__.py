@@ -1,0 +1,1 @@
+"""Mode connectivity between two runs."""

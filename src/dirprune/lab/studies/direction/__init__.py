@@ -1,0 +1,1 @@
+"""Directional pruning in trained networks: projections on eigenspaces, and one-shot pruning."""

@@ -1,0 +1,144 @@
+"""The commands that measure directional pruning in trained networks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dirprune.lab.cli.console import (
+    DeviceOption,
+    Interruption,
+    MinutesOption,
+    RunDataOption,
+    clear_errors,
+    integers,
+    is_terminal,
+    say,
+    show,
+)
+from dirprune.lab.cli.drive import CONTINUE, OutOption, drive
+
+app = typer.Typer()
+
+ExamplesOption = Annotated[
+    int | None, typer.Option(min=1, help="Training examples in the Hessian: a fixed subset.", show_default="all")
+]
+BatchOption = Annotated[int, typer.Option(min=1, help="Examples per pass of a Hessian product.")]
+PrecisionOption = Annotated[
+    str, typer.Option(help="float32; on a GPU also tf32 (residuals near 1e-3) or bfloat16 (faster, near 2e-2).")
+]
+
+
+@app.command()
+def project(
+    sgd_run: Annotated[Path, typer.Argument(help="A run of SGD, with checkpoints kept (--keep).")],
+    grda_run: Annotated[list[Path], typer.Argument(help="Runs of gRDA from the same weights and minibatches.")],
+    out: OutOption = Path("projection"),
+    k: Annotated[int, typer.Option(min=1, help="Number of leading eigenvectors, with positive eigenvalues.")] = 10,
+    epochs: Annotated[
+        str | None, typer.Option(help="Epochs to measure, e.g. 10,300,600.", show_default="all that the runs share")
+    ] = None,
+    examples: ExamplesOption = None,
+    batch_size: BatchOption = 500,
+    precision: PrecisionOption = "float32",
+    tolerance: Annotated[float, typer.Option(help="Residual to accept, relative to the largest eigenvalue.")] = 1e-3,
+    max_iterations: Annotated[int, typer.Option(min=1, help="Maximum number of Hessian products per epoch.")] = 300,
+    seed: Annotated[int, typer.Option(help="Random seed for the first Lanczos vector.")] = 0,
+    minutes: MinutesOption = None,
+    data: RunDataOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Measure how much of gRDA's difference from SGD lies in the leading Hessian eigenspace, along training."""
+    with clear_errors(CONTINUE):
+        from dirprune.lab import plots
+        from dirprune.lab.cli.follow import device_of
+        from dirprune.lab.records.tables import read_rows
+        from dirprune.lab.studies.direction.figures import projection_figure
+        from dirprune.lab.studies.direction.projection import COLUMNS, ProjectionRow
+        from dirprune.lab.studies.direction.projection import project as projecting
+        from dirprune.lab.studies.direction.published import shares
+        from dirprune.lab.studies.direction.spectrum import Lanczos
+        from dirprune.lab.training import runs
+
+        sgd = runs.load(sgd_run)
+        where = device_of(device)
+        _tell_precision(precision, where.type)
+        steps = projecting(
+            sgd,
+            [runs.load(path) for path in grda_run],
+            out,
+            k=k,
+            epochs=integers("--epochs", epochs) if epochs else None,
+            lanczos=Lanczos(examples, batch_size, precision, tolerance, max_iterations, seed),
+            device=where,
+            root=data or sgd.last_root(),
+        )
+        rows = drive("project", steps, Interruption(minutes))
+        measured = read_rows(out / "projection.csv", ProjectionRow)  # includes rows of earlier commands
+        theirs = shares(sgd.recipe.data, sgd.recipe.model)
+        figure = plots.save(projection_figure(measured, theirs), out / "projection.png")
+        if is_terminal():
+            title = f"‖PΔ‖/‖Δ‖ on {rows[0].examples:,} training examples"
+            show(title, COLUMNS, [row.cells() for row in rows])
+        say(f"Numbers: {out}; figure: {figure}")
+
+
+@app.command()
+def score(
+    run: Annotated[Path, typer.Argument(help="A trained run, preferably with SGD.")],
+    out: OutOption = Path("score"),
+    k: Annotated[
+        str, typer.Option(help="How many leading eigenvectors to treat as curved; comma-separated.")
+    ] = "0,10,30,100",
+    epoch: Annotated[int | None, typer.Option(help="Checkpoint to prune.", show_default="the newest")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Hessian products used to estimate its diagonal.")] = 100,
+    recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Re-estimate BatchNorm statistics.")] = False,
+    examples: ExamplesOption = None,
+    batch_size: BatchOption = 500,
+    precision: PrecisionOption = "float32",
+    tolerance: Annotated[float, typer.Option(help="Residual to accept, relative to the largest eigenvalue.")] = 1e-5,
+    max_iterations: Annotated[int, typer.Option(min=1, help="Maximum number of Hessian products.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Random seed for the first Lanczos vector and the diagonal.")] = 0,
+    minutes: MinutesOption = None,
+    data: RunDataOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Prune a trained network along its flat directions, and by magnitude and optimal brain damage to compare."""
+    with clear_errors(CONTINUE):
+        from dirprune.lab import plots
+        from dirprune.lab.cli.follow import device_of
+        from dirprune.lab.studies.direction.figures import score_figure
+        from dirprune.lab.studies.direction.scoring import COLUMNS, measured
+        from dirprune.lab.studies.direction.scoring import score as scoring
+        from dirprune.lab.studies.direction.spectrum import Lanczos
+        from dirprune.lab.training import runs
+
+        found = runs.load(run)
+        where = device_of(device)
+        _tell_precision(precision, where.type)
+        steps = scoring(
+            found,
+            out,
+            ks=integers("--k", k),
+            epoch=epoch,
+            samples=samples,
+            recalibrate=recalibrate,
+            lanczos=Lanczos(examples, batch_size, precision, tolerance, max_iterations, seed),
+            device=where,
+            root=data or found.last_root(),
+        )
+        drive("score", steps, Interruption(minutes))
+        rows = measured(out)  # includes rows of earlier commands
+        figure = plots.save(score_figure(rows), out / "score.png")
+        if is_terminal():
+            show("Pruned without retraining", COLUMNS, [row.cells() for row in rows])
+            of_others = "for the other methods, the largest |w| or saliency pruned"
+            say(f"λ: path parameter for directional pruning; {of_others}.")
+        say(f"Numbers: {out}; figure: {figure}")
+
+
+def _tell_precision(precision: str, device: str) -> None:
+    if precision == "tf32" and device != "cuda":
+        say("tf32 needs a GPU; using float32 here.")

@@ -1,0 +1,1 @@
+"""Compare any runs."""

@@ -1,0 +1,335 @@
+"""Compare runs. Runs that differ only in the seed become one row of the table and one colour of the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from dirprune import SparsityReport, sparsity
+from dirprune.lab import models, plots
+from dirprune.lab.records import checkpoint
+from dirprune.lab.records.files import finite
+from dirprune.lab.stats import Spread
+from dirprune.lab.text import NOTHING, duration
+from dirprune.lab.training import runs
+from dirprune.lab.training.execution import Execution
+from dirprune.lab.training.loop import EpochRecord
+from dirprune.lab.training.recipes import Recipe
+from dirprune.lab.training.runs import Run
+from dirprune.lab.training.schedules import Schedule
+
+TESTED_ON = ("test", "validation", "test or validation")
+"""The data on which accuracies and losses of a report may be measured."""
+SPARE = (*(f"{part} loss" for part in TESTED_ON), "weight sparsity (%)", "s/epoch", "seeds", "total", "epochs")
+"""Columns of `Row.cells` that are dropped on a narrow terminal, in this order."""
+_NAMELESS: dict[str, Any] = {"seed": 0, "about": "", "keep": (), "published": ()}  # not part of a setting
+_TOLD = {"name", "optimizer", "c", "mu", "method", "options"}  # already in `Recipe.setting`
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting over its seeds, at the last epoch that all seeds have finished; seeds without an epoch are left out.
+
+    ``test_accuracy`` is in percent, the sparsities are fractions. ``epoch_seconds`` is the median time to train an
+    epoch (the first may compile), ``total_seconds`` the time of all training and testing so far; both are means over
+    seeds. Values that are not known before the first epoch are None; so are c and μ of SGD.
+    """
+
+    recipe: str
+    setting: str
+    optimizer: str
+    c: float | None
+    mu: float | None
+    epoch: int
+    epochs: int
+    seeds: tuple[int, ...]
+    test_accuracy: Spread | None = None
+    test_loss: Spread | None = None
+    sparsity: Spread | None = None
+    weight_sparsity: Spread | None = None
+    epoch_seconds: float | None = None
+    total_seconds: float | None = None
+
+    def cells(self, tested_on: str = "test") -> dict[str, str]:
+        """Return the row as text by column. The column names say what the accuracy and loss were measured on."""
+        return {
+            "recipe": self.recipe,
+            "setting": self.setting,
+            "epochs": f"{self.epoch}/{self.epochs}",
+            "seeds": str(len(self.seeds)),
+            f"{tested_on} accuracy (%)": self.test_accuracy.text(2) if self.test_accuracy else NOTHING,
+            f"{tested_on} loss": self.test_loss.text(4) if self.test_loss else NOTHING,
+            "sparsity (%)": self.sparsity.text(2, scale=100) if self.sparsity else NOTHING,
+            "weight sparsity (%)": self.weight_sparsity.text(2, scale=100) if self.weight_sparsity else NOTHING,
+            "s/epoch": NOTHING if self.epoch_seconds is None else f"{self.epoch_seconds:.3g}",
+            "total": NOTHING if self.total_seconds is None else duration(self.total_seconds),
+        }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only in the seed, with their records."""
+
+    setting: str
+    label: str
+    runs: tuple[Run, ...]
+    records: tuple[tuple[EpochRecord, ...], ...]
+
+    @property
+    def row(self) -> Row:
+        recipe = self.runs[0].recipe
+        thresholds = recipe.pruner == "grda"
+        started = [(run, records) for run, records in zip(self.runs, self.records, strict=True) if records]
+        row = Row(
+            recipe=recipe.name,
+            setting=self.setting,
+            optimizer=recipe.optimizer,
+            c=recipe.c if thresholds else None,
+            mu=recipe.mu if thresholds else None,
+            epoch=_last_of_all([records for _, records in started]),
+            epochs=recipe.epochs,
+            seeds=tuple(run.recipe.seed for run, _ in started),
+        )
+        if not row.epoch:
+            return row
+        last = [next(record for record in records if record.epoch == row.epoch) for _, records in started]
+        return replace(
+            row,
+            test_accuracy=Spread.of([record.test_accuracy for record in last]),
+            test_loss=Spread.of([record.test_loss for record in last]),
+            sparsity=Spread.of([record.sparsity for record in last]),
+            weight_sparsity=Spread.of([record.weight_sparsity for record in last]),
+            epoch_seconds=Spread.of([median([r.train_seconds for r in records]) for _, records in started]).mean,
+            total_seconds=Spread.of([sum(r.train_seconds + r.test_seconds for r in rs) for _, rs in started]).mean,
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """Several settings to compare; ``notes`` are remarks for the reader of the table."""
+
+    groups: tuple[Group, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [group.row for group in self.groups]
+
+    @property
+    def tested_on(self) -> str:
+        """The data on which accuracies and losses are measured: one of `TESTED_ON`."""
+        test, validation, either = TESTED_ON
+        held_out = {bool(group.runs[0].recipe.validation) for group in self.groups}
+        return either if len(held_out) > 1 else validation if True in held_out else test
+
+    @property
+    def cells(self) -> list[dict[str, str]]:
+        """The rows as text by column."""
+        return [row.cells(self.tested_on) for row in self.rows]
+
+    @cached_property
+    def layers(self) -> dict[str, dict[str, list[SparsityReport]]]:
+        """Network → label with the epoch → one `SparsityReport` per seed; checkpoints are read once.
+
+        A run that has only its initial weights is left out, because nothing is pruned yet.
+        """
+        networks: dict[str, dict[str, list[SparsityReport]]] = {}
+        for group in self.groups:
+            known = (run for run in group.runs if run.saved or _zeros_at_the_end(run))
+            counted = [(epoch, zeros) for epoch, zeros in map(layerwise, known) if epoch]
+            if not counted:
+                continue
+            epochs = sorted({epoch for epoch, _ in counted})
+            when = f"epoch {epochs[0]}" if len(epochs) == 1 else f"epochs {epochs[0]}–{epochs[-1]}"
+            labels = networks.setdefault(group.runs[0].recipe.model, {})
+            labels[f"{group.label}, {when}"] = [zeros for _, zeros in counted]
+        return networks
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rows and notes as plain values for JSON; numbers that are not finite become None."""
+        rows = [
+            {**asdict(group.row), "label": group.label, "runs": [str(run.folder) for run in group.runs]}
+            for group in self.groups
+        ]
+        plain: dict[str, Any] = finite({"rows": rows, "notes": self.notes})
+        return plain
+
+
+def report(folders: Sequence[Path]) -> Report:
+    """Read runs of any recipes, finished or not, and group those that differ only in the seed.
+
+    Args:
+        folders: run directories; duplicates count once.
+
+    Raises:
+        FileNotFoundError: one of them is not a run.
+        ValueError: there are none, or a file of a run cannot be read.
+    """
+    if not folders:
+        raise ValueError("folders is empty; name at least one run directory, as made by `dirprune train`")
+    found = [runs.load(folder) for folder in {folder.resolve(): folder for folder in folders}.values()]
+    by_setting: dict[Recipe, list[Run]] = {}
+    for run in found:
+        by_setting.setdefault(_without_seed(run.recipe), []).append(run)
+    texts = settings(list(by_setting))
+    several = len({recipe.name for recipe in by_setting}) > 1
+    groups = []
+    for text, (recipe, members) in zip(texts, by_setting.items(), strict=True):
+        members.sort(key=lambda run: run.recipe.seed)
+        label = f"{recipe.name}: {text}" if several else text
+        groups.append(Group(text, label, tuple(members), tuple(tuple(run.records()) for run in members)))
+    return Report(tuple(groups), tuple(note for group in groups for note in _notes(group)))
+
+
+def draw(report: Report, out: Path | None = None) -> list[Path]:
+    """Write the figures of a report and return their paths: curves.png, and layers.png or one per network.
+
+    Args:
+        report: the report; if no epoch is finished, nothing is drawn and the list is empty.
+        out: the folder to write to; the default for a single run is its own ``figures``.
+    """
+    members = [run for group in report.groups for run in group.runs]
+    if out is None and len(members) > 1:
+        raise ValueError(f"out=None does not say where the figures of {len(members)} runs go; give a folder (--out)")
+    out = out or members[0].figures
+    paths = []
+    curves = {group.label: group.records for group in report.groups}
+    if any(records for group in report.groups for records in group.records):
+        paths.append(plots.save(plots.training_curves(curves, report.tested_on), out / "curves.png"))
+    for network, reports in report.layers.items():
+        file = "layers.png" if len(report.layers) == 1 else f"layers-{_file_name(network)}.png"
+        paths.append(plots.save(plots.layerwise_sparsity(reports), out / file))
+    return paths
+
+
+def layerwise(run: Run) -> tuple[int, SparsityReport]:
+    """Return (epoch, sparsity) at the end of a run, or of the newest checkpoint if the run has not ended.
+
+    The zeros at the end are counted in the last checkpoint, which also gives zero channels. If it cannot be read, they
+    come from the outcome. An earlier checkpoint would contradict the other numbers of the run.
+    """
+    ended = _zeros_at_the_end(run)
+    if ended is None:
+        return _counted(run)
+    try:
+        return _counted(run, run.recipe.epochs)
+    except (OSError, ValueError, checkpoint.CorruptCheckpoint):
+        return run.recipe.epochs, ended
+
+
+def _zeros_at_the_end(run: Run) -> SparsityReport | None:
+    outcome = run.outcome()
+    return outcome.zeros if outcome else None
+
+
+def _counted(run: Run, epoch: int | None = None) -> tuple[int, SparsityReport]:
+    """Return (epoch, sparsity) of a checkpoint, by default the newest, over the parameters without the buffers."""
+    epoch, state = runs.weights_of(run, epoch)
+    names = _parameter_names(run.recipe.model)
+    if missing := [name for name in names if name not in state]:
+        raise ValueError(
+            f"model={run.recipe.model!r} has {missing[0]}, which the checkpoint of {run.folder} does not; "
+            "report it with the code that trained it"
+        )
+    return epoch, sparsity({name: state[name] for name in names})
+
+
+@lru_cache
+def _parameter_names(model: str) -> tuple[str, ...]:
+    """Return the names of a model's parameters.
+
+    The model is built on the CPU, because a user's own model may compute with its tensors in its constructor, which
+    fails on the meta device. The number of classes affects shapes, but not names.
+    """
+    with torch.random.fork_rng(devices=[]):
+        return tuple(name for name, _ in models.build(model, classes=10).named_parameters())
+
+
+def settings(recipes: Sequence[Recipe]) -> list[str]:
+    """Return the shortest descriptions that distinguish recipes of the same name, beginning with `Recipe.setting`.
+
+    Example:
+        >>> from dirprune.lab.training.recipes import get
+        >>> sparse = replace(get("digits"), c=0.01, mu=0.7)
+        >>> dense = replace(sparse, optimizer="sgd")
+        >>> settings([dense, sparse]), settings([dense, replace(dense, lr=0.2)])
+        (['SGD', 'gRDA c=0.01 μ=0.7'], ['SGD, lr=0.1', 'SGD, lr=0.2'])
+    """
+    names = list(dict.fromkeys(recipe.name for recipe in recipes))
+    if len(names) > 1:  # the name distinguishes them already
+        told = {name: iter(settings([r for r in recipes if r.name == name])) for name in names}
+        return [next(told[recipe.name]) for recipe in recipes]
+    texts = [recipe.setting for recipe in recipes]
+
+    def told_apart() -> int:
+        return len(set(texts))
+
+    for field in (f.name for f in fields(Recipe) if f.name not in {*_NAMELESS, *_TOLD}):
+        before, known = texts, told_apart()
+        if known == len(recipes):
+            break
+        texts = [f"{text}, {field}={_show(getattr(r, field))}" for text, r in zip(texts, recipes, strict=True)]
+        if told_apart() == known:
+            texts = before
+    return texts
+
+
+def _last_of_all(every: Sequence[Sequence[EpochRecord]]) -> int:
+    """Return the last epoch that all of them have recorded; 0 if there is none."""
+    shared = [{record.epoch for record in records} for records in every]
+    return max(set.intersection(*shared), default=0) if shared else 0
+
+
+def _without_seed(recipe: Recipe) -> Recipe:
+    """Return the recipe without its seed and fields that do not affect results; equal ones belong to one group."""
+    plain = replace(recipe, **_NAMELESS)
+    return replace(plain, c=0.0, mu=1.0, exempt=()) if recipe.optimizer == "sgd" else plain
+
+
+def _notes(group: Group) -> list[str]:
+    """Return remarks on a group that its row does not show."""
+    recipe, row, notes = group.runs[0].recipe, group.row, []
+    for run, records in zip(group.runs, group.records, strict=True):
+        if (outcome := run.outcome()) and outcome.diverged:
+            notes.append(
+                f"{run.folder} diverged: {outcome.diverged}; train again with a smaller --lr, or another --seed"
+            )
+        elif outcome and len(records) < recipe.epochs:
+            notes.append(
+                f"{run.folder} has ended, but its metrics.jsonl holds {len(records)} of {recipe.epochs} epochs"
+            )
+        elif not records:
+            notes.append(f"{run.folder} has no finished epoch yet and is left out")
+        elif len(records) < recipe.epochs:
+            command = f"dirprune resume {runs.quoted(run.folder)}"
+            notes.append(f"{run.folder} has {len(records)} of {recipe.epochs} epochs; `{command}`")
+    if row.epoch and any(records and records[-1].epoch > row.epoch for records in group.records):
+        notes.append(f"{group.label}: its seeds are compared at epoch {row.epoch}, the last that all of them have")
+    if repeated := sorted({seed for seed in row.seeds if row.seeds.count(seed) > 1}):
+        seeds = ", ".join(map(str, repeated))
+        notes.append(f"{group.label}: seed {seeds} occurs more than once, so ± is not that of independent runs")
+    if recipe.validation:
+        notes.append(f"{group.label}: accuracy and loss are those of the {recipe.validation:.0%} held out of train")
+    return notes
+
+
+def _show(value: Any) -> str:
+    """Return a recipe value as text for a label; for a schedule or an execution, only the fields that are set."""
+    if isinstance(value, (Schedule, Execution)):
+        parts = {name: part for name, part in asdict(value).items() if part}
+        return "/".join(
+            name if part is True else f"{name}={part}" if isinstance(part, int) else _show(part)
+            for name, part in parts.items()
+        )
+    return ("+".join(map(str, value)) if isinstance(value, tuple) else str(value)) or "none"
+
+
+def _file_name(model: str) -> str:
+    """Return the name of a model with characters that are unsafe in file names replaced."""
+    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in model)

@@ -1,0 +1,389 @@
+"""From a recipe to a trained network: the common part of train, resume, demo, tune and compare."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from dirprune import GRDA, prunable_groups, sparsity
+from dirprune._support.modes import seeded
+from dirprune.lab import data, methods, models
+from dirprune.lab.data.loader import STATISTICS, Loader
+from dirprune.lab.methods import Method
+from dirprune.lab.records import checkpoint
+from dirprune.lab.records.files import as_read
+from dirprune.lab.training.loop import Divergence, EpochRecord, train
+from dirprune.lab.training.processes import Process
+from dirprune.lab.training.recipes import FREE_TO_CHANGE, Recipe, differing
+from dirprune.lab.training.reward import Reward
+from dirprune.lab.training.runs import Outcome, Run
+from dirprune.options import MACHINE
+
+SAVE_SECONDS = 60.0
+"""By default, a checkpoint is written when the last one is at least this old."""
+
+
+class LostRecords(UserWarning):
+    """A run's metrics.jsonl ends before its newest checkpoint."""
+
+
+class OneBatch(UserWarning):
+    """The batch size is larger than the training set."""
+
+
+class Diverged(RuntimeError):
+    """A run diverged; the message says what to try."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The model, optimizer and data that a recipe describes."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loaders: data.Loaders
+
+
+def assemble(recipe: Recipe, *, device: torch.device, root: Path | None, process: Process | None = None) -> Parts:
+    """Build the model, the optimizer and the loaders. The initial weights depend only on the recipe's seed."""
+    loaders = load_data(recipe, device=device, root=root, process=process)
+    with seeded(recipe.seed):
+        model = models.build(recipe.model, loaders.classes)
+    model = recipe.execution(device.type).place(model, device)
+    return Parts(model, make_optimizer(recipe, model, device), loaders)
+
+
+def load_data(
+    recipe: Recipe, *, device: torch.device, root: Path | None, process: Process | None = None
+) -> data.Loaders:
+    """Return the loaders of the recipe's data."""
+    process = process or Process()
+    return data.load(
+        recipe.data,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        root=root,
+        device=device,
+        validation=recipe.validation,
+        normalization=STATISTICS.get(recipe.statistics),
+        augment=recipe.augment,
+        rank=process.rank,
+        world_size=process.world_size,
+    )
+
+
+def make_optimizer(recipe: Recipe, model: nn.Module, device: torch.device) -> Optimizer:
+    """Return the recipe's optimizer. If steps are captured, its learning rate is a tensor on the device."""
+    captured = recipe.execution(device.type).captures(device)
+    if recipe.optimizer == "sgd":
+        return SGD(
+            model.parameters(),
+            lr=torch.tensor(recipe.lr, device=device) if captured else recipe.lr,
+            momentum=recipe.momentum,
+            nesterov=recipe.nesterov,
+            weight_decay=recipe.weight_decay,
+            fused=True if captured else None,
+        )
+    groups = prunable_groups(model, recipe.c, recipe.exempt) if recipe.exempt else model.parameters()
+    return GRDA(
+        groups,
+        lr=recipe.lr,
+        c=recipe.c,
+        mu=recipe.mu,
+        momentum=recipe.momentum,
+        nesterov=recipe.nesterov,
+        weight_decay=recipe.weight_decay,
+        capturable=captured,
+    )
+
+
+def make_method(recipe: Recipe, reward: Callable[[nn.Module], float]) -> Method:
+    """Return the recipe's pruning method, not yet attached. A method that uses random numbers gets the recipe's seed.
+
+    Args:
+        recipe: the recipe; without a method, that of its plain optimizer is returned.
+        reward: a function that scores a model, higher is better, for methods that search.
+
+    Raises:
+        ValueError: the method does not take these options, or lacks a required one.
+    """
+    kind = methods.get(recipe.pruner)
+    known = inspect.signature(kind).parameters
+    given: dict[str, Any] = {"seed": recipe.seed, "reward": reward}
+    options = {name: value for name, value in given.items() if name in known} | dict(recipe.options)
+    wrong = sorted(options.keys() - known.keys())
+    missing = [name for name, p in known.items() if p.default is p.empty and name not in options]
+    if wrong or missing:
+        takes = ", ".join(name for name in known if name != "reward")
+        raise ValueError(f"options={dict(recipe.options)} do not make {kind.name}; it takes {takes}")
+    return kind(**options)
+
+
+def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a saved state, but keep what depends on this machine: where the learning rate is stored, and the kernels.
+
+    `train` sets the value of the learning rate at its first step.
+    """
+    own = [{key: group[key] for key in ("lr", *MACHINE) if key in group} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        group.update(values)
+
+
+def conduct(
+    run: Run,
+    *,
+    device: torch.device,
+    root: Path | None = None,
+    process: Process | None = None,
+    save_every: int | None = None,
+    watch: Callable[[Loader], Loader] = lambda loader: loader,
+    stopping: Callable[[], bool] = lambda: False,
+) -> Iterator[EpochRecord]:
+    """Train a run from its current epoch to the end, save checkpoints, and yield its records.
+
+    Args:
+        run: a new run, or one to continue.
+        device, root, process: where to train, where the data are, which process this is.
+        save_every: epochs between checkpoints; by default one checkpoint per minute. The last epoch, those the recipe
+            keeps, and the one after which training stops are always saved.
+        watch: wraps the training loader, e.g. to draw a progress bar.
+        stopping: called after each epoch; if it returns True, the run is saved and training stops.
+
+    Raises:
+        Diverged: the loss is not finite.
+        ValueError: the network does not fit the data, or config.json differs from what the run was trained with.
+        InUse: another process is training this run.
+    """
+    process = process or Process()
+    with run.locked() if process.is_first else nullcontext(), run.recipe.execution(device.type).threading():
+        yield from _conduct(run, device, root, process, save_every, watch, stopping)
+
+
+def _conduct(
+    run: Run,
+    device: torch.device,
+    root: Path | None,
+    process: Process,
+    save_every: int | None,
+    watch: Callable[[Loader], Loader],
+    stopping: Callable[[], bool],
+) -> Iterator[EpochRecord]:
+    recipe = run.recipe
+    execution = recipe.execution(device.type)
+    parts = assemble(recipe, device=device, root=root, process=process)
+    check_fit(recipe, parts, device)
+    if process.is_first:
+        _check_batches(recipe, parts.loaders.train)
+    method = make_method(recipe, Reward(parts.loaders, execution, process))
+    process.wait()  # the first process may still be writing a checkpoint
+    found = checkpoint.latest(run.checkpoints)
+    _check_records(run, found[0] if found else None, tell=process.is_first)
+    done = _go_back(run, parts, method, found)
+    process.wait()  # all processes must have read before the first one writes
+    if process.is_first:
+        checkpoint.set_aside(run.checkpoints, after=done)
+        run.rewind(done)
+        run.note_session(device, process.world_size, root, parts.loaders.train.examples)
+        if found is None:
+            _save(run, 0, parts, method)
+    if done == recipe.epochs:
+        if process.is_first and run.outcome() is None:  # the last session ended right after its last checkpoint
+            checkpoint.prune(run.checkpoints, keep=recipe.keep)
+            run.conclude(Outcome(sparsity(parts.model)))
+        return
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    records = train(
+        parts.model,
+        parts.optimizer,
+        watch(parts.loaders.train),
+        parts.loaders.validation or parts.loaders.test,
+        epochs=recipe.epochs,
+        lr=recipe.lr,
+        schedule=recipe.schedule,
+        seed=recipe.seed,
+        done=done,
+        execution=execution,
+        process=process,
+        method=method,
+    )
+    yield from _saving(records, run, parts, method, done, device, process, save_every, stopping)
+
+
+def _saving(
+    records: Iterator[EpochRecord],
+    run: Run,
+    parts: Parts,
+    method: Method,
+    done: int,
+    device: torch.device,
+    process: Process,
+    save_every: int | None,
+    stopping: Callable[[], bool],
+) -> Iterator[EpochRecord]:
+    """Pass records on, and write each epoch's metrics, due checkpoints and finally the outcome to the run."""
+    recipe = run.recipe
+    saved, saved_at = done, time.monotonic()
+    try:
+        for record in records:
+            stops, ends = process.agree(stopping()), record.epoch == recipe.epochs
+            due = record.epoch - saved >= save_every if save_every else time.monotonic() - saved_at >= SAVE_SECONDS
+            if process.is_first:
+                run.append(record)
+            if ends:
+                method.finish()
+            if process.agree(due) or stops or ends or record.epoch in recipe.keep:
+                if process.is_first:
+                    _save(run, record.epoch, parts, method)
+                saved, saved_at = record.epoch, time.monotonic()
+            if ends and process.is_first:
+                run.conclude(Outcome(sparsity(parts.model), peak_memory_mib=_peak_memory(device)))
+            yield record
+            if stops:
+                return
+    except Divergence as error:
+        if process.is_first:
+            run.conclude(Outcome(diverged=str(error), peak_memory_mib=_peak_memory(device)))
+        raise Diverged(_advice(run, error, saved)) from error
+
+
+def _go_back(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoint.State] | None) -> int:
+    """Attach the method, restore everything from the checkpoint ``found``, and return the number of finished epochs.
+
+    For a finished run only the plain model is restored; the method is not attached.
+    """
+    if found is not None:
+        _check_unchanged(run, found[1])
+        if found[0] == run.recipe.epochs:
+            parts.model.load_state_dict(found[1]["model"])
+            return found[0]
+    train_set = parts.loaders.train
+    steps = run.recipe.epochs * len(train_set)
+    method.attach(parts.model, parts.optimizer, steps=steps, examples=train_set.examples)
+    if found is None:
+        return 0
+    done, state = found
+    parts.model.load_state_dict(state["training"] if "training" in state else state["model"])
+    restore(parts.optimizer, state["optimizer"])
+    method.load_state_dict(state.get("method", {}))
+    return done
+
+
+def _advice(run: Run, error: Divergence, saved: int) -> str:
+    """Return a message that says where a run diverged, which checkpoint is left and what to try."""
+    recipe = run.recipe
+    knobs = [("--lr", recipe.lr)]
+    if recipe.pruner == "grda":
+        knobs += [("--c", recipe.c), ("--mu", recipe.mu)]
+    smaller = ", ".join(f"{name} (now {value})" for name, value in knobs)
+    return (
+        f"{error}. The last good checkpoint is {checkpoint.path_of(run.checkpoints, saved)}. "
+        f"Try a smaller {smaller}, or another --seed"
+    )
+
+
+def _peak_memory(device: torch.device) -> float | None:
+    """Return the peak memory of tensors on a GPU in MiB; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
+
+
+def check_fit(recipe: Recipe, parts: Parts, device: torch.device) -> None:
+    """Raise unless the network maps two images to one number per class, in both modes, and can be differentiated.
+
+    This runs before anything is written. Weights, gradients, buffers and random state are restored.
+    """
+    model, execution, shape = parts.model, recipe.execution(device.type), tuple(parts.loaders.shape)
+    what = f"model={recipe.model!r} does not fit data={recipe.data!r}, whose images have shape {shape}"
+    inputs = torch.zeros(2, *shape, device=device).to(memory_format=execution.memory_format)
+    expected = (2, parts.loaders.classes)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        for mode in (False, True):
+            with seeded(recipe.seed, device), execution.autocast(device):
+                outputs = model.train(mode)(inputs)
+            if not isinstance(outputs, Tensor) or outputs.shape != expected:
+                gives = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+                raise ValueError(f"it gives {gives} for two images, not a tensor of shape {expected}")
+        outputs.float().logsumexp(1).sum().backward()
+    except models.OF_DEVICE:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}; choose another --model or recipe, or "
+            "correct your own: DIRPRUNE_TRACEBACK=1 shows where it failed"
+        ) from error
+    finally:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+
+
+def _check_batches(recipe: Recipe, train_set: Loader) -> None:
+    if recipe.batch_size > train_set.examples:
+        warnings.warn(
+            f"--batch-size {recipe.batch_size} is more than the {train_set.examples:,} training examples: every epoch "
+            "is one step, on all of them",
+            OneBatch,
+            stacklevel=2,
+        )
+
+
+def _check_records(run: Run, saved: int | None, *, tell: bool) -> None:
+    """Raise if starting from scratch would lose records; warn if the records end before the newest checkpoint."""
+    recorded = max((record.epoch for record in run.records()), default=0)
+    if saved is None and recorded:
+        raise ValueError(
+            f"{run.folder} has {recorded} recorded epochs and no checkpoint to continue from; restore its checkpoints, "
+            "or train again with another --out"
+        )
+    if tell and saved and recorded < saved:
+        warnings.warn(
+            f"{run.folder / 'metrics.jsonl'} ends at epoch {recorded}, but the newest checkpoint is of epoch {saved}: "
+            "the records in between are lost",
+            LostRecords,
+            stacklevel=2,
+        )
+
+
+def _check_unchanged(run: Run, state: checkpoint.State) -> None:
+    """Raise if config.json differs from the recipe that the checkpoint was trained with."""
+    # Read both alike: fields that an old checkpoint lacks get their defaults, and lists become tuples.
+    trained, here = (Recipe.from_dict(values) for values in (state["recipe"], as_read(run.recipe.to_dict())))
+    if names := differing(trained, here, FREE_TO_CHANGE):
+        was, told = (getattr(recipe, names[0]) for recipe in (trained, here))
+        raise ValueError(
+            f"{run.folder / 'config.json'} says {names[0]}={told!r}, but this run was trained with {was!r}; restore "
+            "that, or start a new run with `dirprune train`"
+        )
+
+
+def _save(run: Run, epoch: int, parts: Parts, method: Method) -> None:
+    """Write a checkpoint whose ``model`` is the plain network that is evaluated, whatever the method.
+
+    If the method trains other tensors instead, ``training`` holds those.
+    """
+    training, plain = parts.model.state_dict(), method.plain_state()
+    state = {
+        "epoch": epoch,
+        "recipe": as_read(run.recipe.to_dict()),
+        "model": plain,
+        "optimizer": parts.optimizer.state_dict(),
+        "method": method.state_dict(),
+    }
+    if plain.keys() != training.keys():
+        state["training"] = training
+    checkpoint.save(run.checkpoints, epoch, state)
+    checkpoint.prune(run.checkpoints, keep=run.recipe.keep)

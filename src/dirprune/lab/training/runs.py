@@ -1,0 +1,287 @@
+"""A run is a directory of plain files.
+
+config.json         the recipe, with all its values
+environment.json    versions, hardware, commit and command of each session that trained here
+metrics.jsonl       one line per epoch
+outcome.json        how the run ended: zeros of every layer and peak memory, or how it diverged
+checkpoints/        see `dirprune.lab.records.checkpoint`
+figures/            what `dirprune report` draws
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dirprune import SparsityReport
+from dirprune.lab.data import ON_DISK, data_root
+from dirprune.lab.records import checkpoint, provenance
+from dirprune.lab.records.files import LOCK, InUse, locked, taken, to_json, write_json, write_text
+from dirprune.lab.training.loop import EpochRecord
+from dirprune.lab.training.recipes import Recipe
+from dirprune.zeros import LayerSparsity
+
+
+class RunExists(FileExistsError):
+    """The folder exists; a run is never overwritten."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    ``zeros`` counts the zeros of every parameter, and is None for a run that diverged. ``diverged`` says how it did.
+    ``peak_memory_mib`` is the peak memory of tensors on a GPU in the last session, None if it is not known.
+    """
+
+    zeros: SparsityReport | None = None
+    diverged: str = ""
+    peak_memory_mib: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        layers = self.zeros.layers if self.zeros else ()
+        return {
+            "diverged": self.diverged,
+            "peak_memory_mib": self.peak_memory_mib,
+            "layers": [{"name": layer.name, "shape": list(layer.shape), "zeros": layer.zeros} for layer in layers],
+        }
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Outcome:
+        """Return the outcome with these values from `to_dict`, which do not include counts of zero channels."""
+        layers = tuple(LayerSparsity(each["name"], tuple(each["shape"]), each["zeros"]) for each in values["layers"])
+        return Outcome(SparsityReport(layers) if layers else None, values["diverged"], values["peak_memory_mib"])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on disk and the recipe it follows."""
+
+    folder: Path
+    recipe: Recipe
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def saved(self) -> int:
+        """The epoch of the newest checkpoint, verified or not; 0 if there is none or only the initial weights."""
+        return max(checkpoint.epochs(self.checkpoints), default=0)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything to lose: a trained or recorded epoch, or an outcome.
+
+        The initial weights do not count, because the recipe reproduces them.
+        """
+        ended = (self.folder / "outcome.json").exists()
+        return ended or self.saved > 0 or bool(self.records())
+
+    @property
+    def figures(self) -> Path:
+        return self.folder / "figures"
+
+    def records(self) -> list[EpochRecord]:
+        """Return the records of the epochs trained so far, without a last line that a crash cut short."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        if lines and not _is_whole(lines[-1]):
+            lines.pop()
+        records: list[EpochRecord] = []
+        try:
+            records.extend(_record(json.loads(line)) for line in lines)
+        except (ValueError, TypeError, AttributeError) as error:
+            number = len(records) + 1
+            raise ValueError(f"line {number} of {path} is not an epoch record: {error}; correct it by hand") from error
+        return records
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Lock the run, so that no second job can train it."""
+        return locked(self.folder, "trained")
+
+    def append(self, record: EpochRecord) -> None:
+        path = self.folder / "metrics.jsonl"
+        try:
+            with path.open("a") as file:
+                file.write(to_json(record.to_dict()) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:  # a failed write does not name the file
+            raise OSError(
+                error.errno,
+                f"epoch {record.epoch} was not recorded ({error.strerror}); what was saved before is intact. Make room "
+                "or repair the disk, then continue; not written",
+                str(path),
+            ) from error
+
+    def discard(self) -> None:
+        """Remove what `create` and a session without a finished epoch wrote, and the folder if it is then empty.
+
+        If another job has started training the run meanwhile, nothing is removed.
+        """
+        with suppress(InUse), self.locked():
+            for name in ("config.json", "environment.json", "metrics.jsonl", "outcome.json", LOCK):
+                (self.folder / name).unlink(missing_ok=True)
+            for folder in (self.checkpoints, self.folder / "tensorboard"):
+                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                self.folder.rmdir()
+
+    def rewind(self, epoch: int) -> None:
+        """Remove the records after ``epoch`` and the outcome; training continues from there and writes them again."""
+        kept = [record for record in self.records() if record.epoch <= epoch]
+        text = "".join(to_json(record.to_dict()) + "\n" for record in kept)
+        write_text(self.folder / "metrics.jsonl", text)
+        if epoch < self.recipe.epochs:
+            (self.folder / "outcome.json").unlink(missing_ok=True)
+
+    def outcome(self) -> Outcome | None:
+        """Return how the run ended, or None if it has not."""
+        path = self.folder / "outcome.json"
+        try:
+            return Outcome.from_dict(json.loads(path.read_text())) if path.exists() else None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} cannot be read as an outcome: {error}; delete it, and `dirprune resume` writes it again"
+            ) from error
+
+    def conclude(self, outcome: Outcome) -> None:
+        """Write how the run ended to outcome.json."""
+        write_json(self.folder / "outcome.json", outcome.to_dict())
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """Return the environment of each session that trained here: versions, hardware, commit and command."""
+        return provenance.sessions(self.folder)
+
+    def noted(self, key: str) -> str:
+        """Return the sessions' distinct values of a key, joined by semicolons: "GPU one; GPU two"."""
+        return "; ".join(dict.fromkeys(str(session[key]) for session in self.sessions() if key in session))
+
+    def last_root(self) -> Path | None:
+        """Return the data folder of the last session; None if it was not recorded or no longer exists."""
+        sessions = self.sessions()
+        noted = sessions[-1].get("data") if sessions else None
+        return Path(noted) if noted and Path(noted).is_dir() else None
+
+    def note_session(self, device: torch.device, world_size: int, root: Path | None, examples: int) -> None:
+        """Add this session to environment.json, with the data folder and the number of training examples."""
+        told = root is not None or self.recipe.data in ON_DISK
+        where = str(data_root(root).resolve()) if told else ""
+        made = {**provenance.environment(device, world_size), "data": where, "examples": examples}
+        provenance.note_session(self.folder, made)
+
+
+def create(folder: Path, recipe: Recipe) -> Run:
+    """Create the directory of a new run; raise if it already exists."""
+    if taken(folder, "config.json"):
+        remedy = (
+            f"continue it with `dirprune resume {quoted(folder)}`, or " if (folder / "config.json").is_file() else ""
+        )
+        raise RunExists(f"{folder} exists and is never overwritten; {remedy}give another --out")
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", recipe.to_dict())
+    except OSError:  # e.g. a full disk: leave no empty folders behind
+        for each in made:
+            with suppress(OSError):
+                each.rmdir()
+        raise
+    return Run(folder, recipe)
+
+
+def keeping(run: Run, epochs: Sequence[int]) -> Run:
+    """Return the run with these epochs added to ``keep``, the checkpoints to keep; config.json is updated too."""
+    if set(epochs) <= set(run.recipe.keep):
+        return run
+    recipe = replace(run.recipe, keep=tuple(sorted({*run.recipe.keep, *epochs})))
+    write_json(run.folder / "config.json", recipe.to_dict())
+    return replace(run, recipe=recipe)
+
+
+def default_name(recipe: Recipe) -> str:
+    """Return a folder name made of recipe, setting and seed, e.g. vgg16-cifar10-grda-c0.0005-mu0.6-s0."""
+    if recipe.method:
+        setting = "-".join([recipe.method, *(f"{name}{value}" for name, value in recipe.options)])
+    else:
+        setting = f"grda-c{recipe.c:g}-mu{recipe.mu:g}" if recipe.optimizer == "grda" else recipe.optimizer
+    return f"{recipe.name}-{setting}-s{recipe.seed}"
+
+
+def unused(folder: Path) -> Path:
+    """Return the folder, or the first of folder-2, folder-3, … that does not exist yet."""
+    candidate, number = folder, 1
+    while candidate.exists():
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate
+
+
+def quoted(folder: Path) -> str:
+    """Return a folder's path quoted for a shell."""
+    return shlex.quote(str(folder))
+
+
+def load(folder: Path) -> Run:
+    """Open an existing run."""
+    config = folder / "config.json"
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} does not exist; name the folder of a run, as `dirprune train` makes them")
+    copies = "restore it: every checkpoint holds a copy under 'recipe'"
+    if not config.is_file():
+        if checkpoint.epochs(folder / "checkpoints"):
+            raise FileNotFoundError(f"{config} is gone; {copies}")
+        inside = sorted(str(path.parent) for path in folder.glob("*/config.json"))
+        remedy = f"it contains {', '.join(inside)}" if inside else "`dirprune train` makes one"
+        raise FileNotFoundError(f"{folder} is not a run: it has no config.json; {remedy}")
+    try:
+        return Run(folder, Recipe.from_dict(json.loads(config.read_text())))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{config} cannot be read as a recipe: {error}; {copies}") from error
+
+
+def weights_of(run: Run, epoch: int | None = None) -> tuple[int, dict[str, Any]]:
+    """Return (epoch, model state) of the run's newest checkpoint, or of ``epoch``."""
+    if epoch is not None:
+        if epoch not in (known := checkpoint.epochs(run.checkpoints)):
+            raise FileNotFoundError(
+                f"{run.folder} has no checkpoint of epoch {epoch}; it has {', '.join(map(str, known)) or 'none'}"
+            )
+        return epoch, checkpoint.load(checkpoint.path_of(run.checkpoints, epoch))["model"]
+    found = checkpoint.latest(run.checkpoints)
+    if found is None:
+        if run.records():
+            raise FileNotFoundError(f"the checkpoints of {run.folder} are gone; train again with another --out")
+        raise FileNotFoundError(f"{run.folder} has no checkpoint yet; `dirprune resume {quoted(run.folder)}` trains it")
+    return found[0], found[1]["model"]
+
+
+def parameters_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the parameters of a model's state dict, in the model's order and without the buffers."""
+    return {name: state[name] for name, _ in model.named_parameters()}
+
+
+def _record(values: dict[str, Any]) -> EpochRecord:
+    """Return the record of a line of metrics.jsonl, in which null stands for NaN."""
+    known: dict[str, Any] = {name: math.nan if value is None else value for name, value in values.items()}
+    return EpochRecord(**known)
+
+
+def _is_whole(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True

@@ -1,0 +1,100 @@
+"""Train runs one after the other, each from its current epoch, for `dirprune compare` and `dirprune reproduce`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dirprune.lab.records import checkpoint
+from dirprune.lab.training import runs
+from dirprune.lab.training.experiment import Diverged, conduct
+from dirprune.lab.training.recipes import FREE_TO_CHANGE, Recipe, differing
+from dirprune.lab.training.runs import Run
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run of a series, whether or not its folder exists yet."""
+
+    folder: Path
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class Step:
+    """Progress of a series: run ``number``, counted from 1, after ``epoch`` epochs, and whether it has ended."""
+
+    number: int
+    run: Run
+    epoch: int
+    note: str = ""
+    ended: bool = False
+
+
+def series(
+    planned: Sequence[Planned],
+    *,
+    device: torch.device,
+    root: Path | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> Iterator[Step]:
+    """Train the runs that have not ended yet. A run that diverges counts as ended, and the series continues.
+
+    Args:
+        planned: the runs; those whose folders exist are continued.
+        device, root: where to train, and where the data are.
+        stopping: called before each run and after each epoch; if it returns True, the run is saved and this stops.
+
+    Raises:
+        ValueError: a folder holds another run.
+    """
+    for number, plan in enumerate(planned, start=1):
+        run = _open(plan)
+        if run.outcome() is None:
+            if stopping():
+                return
+            _clear(plan.recipe)
+            yield Step(number, run, run.saved)
+            try:
+                for record in conduct(run, device=device, root=root, stopping=stopping):
+                    note = f"accuracy {record.test_accuracy:.2f}%, {record.weight_sparsity:.1%} of weights zero"
+                    yield Step(number, run, record.epoch, note)
+            except Diverged as error:
+                yield Step(number, run, len(run.records()), str(error))
+            except (ValueError, OSError):  # e.g. the data are missing
+                if not run.begun:
+                    run.discard()  # it would block the next attempt
+                raise
+            if run.outcome() is not None:
+                checkpoint.prune(run.checkpoints, keep=run.recipe.keep, last=1)  # older ones are not needed any more
+        if run.outcome() is None:  # ``stopping`` returned True
+            return
+        yield Step(number, run, plan.recipe.epochs, ended=True)
+
+
+def _open(plan: Planned) -> Run:
+    """Open the planned run, or create it. An existing run keeps the checkpoints that either recipe keeps."""
+    if not (plan.folder / "config.json").exists():
+        return runs.create(plan.folder, plan.recipe)
+    run = runs.load(plan.folder)
+    if other := differing(run.recipe, plan.recipe, FREE_TO_CHANGE):
+        there, here = (getattr(recipe, other[0]) for recipe in (run.recipe, plan.recipe))
+        raise ValueError(f"{plan.folder} holds a run with {other[0]}={there}, not {here}; give another folder")
+    return runs.keeping(run, plan.recipe.keep)
+
+
+def _clear(recipe: Recipe) -> None:
+    """Release the memory of the last run, and its compiled code if the next run cannot reuse it.
+
+    Models of one class share their compiled code, whatever their masks. STR creates new classes for every run; after a
+    few of them the cache would be full, and torch would stop compiling.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if recipe.method == "str":
+        torch.compiler.reset()
