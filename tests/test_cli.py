@@ -761,10 +761,8 @@ def test_a_recipe_can_be_looked_at(request: pytest.FixtureRequest) -> None:
 def test_data(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    def fetch(name: str, to: Path, *, progress: download.Progress) -> download.Fetched:
+    def fetch(name: str, to: Path) -> download.Fetched:
         seen.append((name, to))
-        progress(10, None)
-        progress(30, 30)
         return download.Fetched(to / "set", source)
 
     monkeypatch.setattr(download, "fetch", fetch)

@@ -325,20 +325,11 @@ def data(
 ) -> None:
     """Download a data set, check it and unpack it."""
     with clear_errors():
-        from dirprune.lab.cli.console import bar
         from dirprune.lab.data import data_root
         from dirprune.lab.data.download import fetch
 
         folder = data_root(to)
-        with bar(name.value, total=None, unit="MB") as advance:
-            seen = 0
-
-            def progress(done: int, total: int | None) -> None:
-                nonlocal seen
-                advance((done - seen) / 1e6, total=total and total / 1e6)
-                seen = done
-
-            fetched = fetch(name.value, folder, progress=progress)
+        fetched = fetch(name.value, folder)
         how = {"present": "already present and verified", "archive": "unpacked from the archive that was already there"}
         say(f"{fetched.folder}: {how.get(fetched.source, 'downloaded and verified')}. Use it with --data {folder}")
         if not is_terminal():

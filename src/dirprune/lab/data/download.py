@@ -1,26 +1,21 @@
-"""Download the official CIFAR archives: resumable, verified file by file, and unpacked safely and atomically."""
+"""Download the official CIFAR archives: verified file by file, and unpacked safely and atomically."""
 
 import gzip
 import hashlib
 import http.client
-import re
 import shutil
+import sys
 import tarfile
 import tempfile
-import urllib.error
-import urllib.request
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from email.message import Message
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-Progress = Callable[[int, int | None], None]
-"""Called with the bytes on disk so far and the total (None if the server does not report it)."""
+from torch.hub import download_url_to_file
 
 BLOCK = 2**18
-TIMEOUT_S = 30.0
 
 
 class DownloadError(RuntimeError):
@@ -85,16 +80,15 @@ def fetch(
     to: Path,
     *,
     url: str | None = None,
-    progress: Progress = lambda done, total: None,
     archives: Mapping[str, Archive] = ARCHIVES,
 ) -> Fetched:
     """Provide the data set `name` in the folder `to`, downloading it only if necessary.
 
     A set that is present with the right SHA-256 sums is left alone. An archive in `to` is used. Otherwise the archive
-    is downloaded from `url` (by default the official address), continuing from a `.part` file if there is one, and
-    deleted after unpacking. If anything fails, no unverified files are left in the set's folder.
+    is downloaded from `url` (by default the official address) and deleted after unpacking. If anything fails, no
+    unverified files are left in the set's folder.
 
-    Example: `fetch("cifar10", Path("data"), progress=lambda done, total: print(done, total))`
+    Example: `fetch("cifar10", Path("data"))`
     """
     if name not in archives:
         raise ValueError(f"name={name!r}: nothing to download by that name; known are {', '.join(archives)}")
@@ -105,7 +99,7 @@ def fetch(
     to.mkdir(parents=True, exist_ok=True)
     placed = packed.exists()
     if not placed:
-        download(url or archive.url, packed, progress=progress)
+        _download(url or archive.url, packed)
     try:
         unpack(packed, archive, to)
     except DownloadError as error:
@@ -140,64 +134,14 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def download(url: str, target: Path, *, progress: Progress) -> None:
-    """Download to `target` via `target`.part; reconnect after failures as long as every connection adds bytes."""
-    part = target.with_name(f"{target.name}.part")
-    while True:
-        before = _size(part)
-        try:
-            _transfer(url, part, progress)
-            break
-        except (OSError, http.client.HTTPException) as error:  # URLError, timeouts and resets are OSErrors
-            if _size(part) <= before:
-                kept = f"{before} bytes are kept; run the command again to continue" if before else "check the network"
-                raise DownloadError(
-                    f"cannot download {url} ({getattr(error, 'reason', error)}): {kept}, or put {target.name} into "
-                    f"{target.parent} by hand and run the command again"
-                ) from error
-    part.replace(target)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _transfer(url: str, part: Path, progress: Progress) -> None:
-    """Make one connection: append what is missing to `part`, or start over if the server cannot resume."""
-    start = _size(part)
-    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
+def _download(url: str, target: Path) -> None:
     try:
-        response = urllib.request.urlopen(request, timeout=TIMEOUT_S)
-    except urllib.error.HTTPError as refusal:
-        refusal.close()
-        if refusal.code != http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-            raise
-        if _content_range(refusal.headers)[1] != start:  # the file on the server has changed
-            part.unlink()
-            _transfer(url, part, progress)
-        return
-    with response:
-        if response.status == http.HTTPStatus.PARTIAL_CONTENT:
-            offset, total = _content_range(response.headers)
-            if offset != start:
-                raise ConnectionError(f"asked for bytes from {start}, was sent bytes from {offset}")
-        else:
-            start, total = 0, int(response.headers["Content-Length"]) if "Content-Length" in response.headers else None
-        done = start
-        with part.open("ab" if start else "wb") as stream:
-            while block := response.read(BLOCK):
-                stream.write(block)
-                done += len(block)
-                progress(done, total)
-    if total is not None and done != total:
-        raise ConnectionError(f"broke off after {done} of {total} bytes")
-
-
-def _content_range(headers: Message) -> tuple[int | None, int | None]:
-    """Return first byte and total size from `bytes 5-9/10` or `bytes */10`; None for missing values."""
-    match = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", headers.get("Content-Range", ""))
-    first, total = match.groups() if match else (None, None)
-    return int(first) if first else None, int(total) if total and total != "*" else None
+        download_url_to_file(url, str(target), progress=sys.stderr.isatty())
+    except (OSError, http.client.HTTPException) as error:  # URLError, timeouts and resets are OSErrors
+        raise DownloadError(
+            f"cannot download {url} ({getattr(error, 'reason', error)}): check the network and run the command again, "
+            f"or put {target.name} into {target.parent} by hand"
+        ) from error
 
 
 def unpack(packed: Path, archive: Archive, to: Path) -> None:
