@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dirprune.connect import BezierCurve, Plane, curve_profile, fit_curve, plane_profile
+    from dirprune.cost import macs
     from dirprune.curvature import Eigenpairs, HessianOperator, top_eigenpairs
     from dirprune.direction import (
         directional_path,
@@ -31,6 +32,7 @@ __all__ = [
     "directional_score",
     "fit_curve",
     "lam_for_sparsity",
+    "macs",
     "null_projection",
     "plane_profile",
     "prunable_groups",
@@ -42,6 +44,7 @@ __all__ = [
 _HOMES = {
     "optim": ("GRDA",),
     "groups": ("prunable_groups",),
+    "cost": ("macs",),
     "zeros": ("SparsityReport", "sparsity"),
     "curvature": ("Eigenpairs", "HessianOperator", "top_eigenpairs"),
     "direction": (

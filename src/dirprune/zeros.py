@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ class LayerSparsity:
     zero_output_channels: int | None = None
     input_channels: int | None = None
     zero_input_channels: int | None = None
+    cost: float | None = None
 
     @property
     def total(self) -> int:
@@ -34,6 +36,11 @@ class LayerSparsity:
     @property
     def fraction(self) -> float:
         return self.zeros / self.total if self.total else 0.0
+
+    @property
+    def cost_left(self) -> float | None:
+        """What the elements that are not zero cost; all of them cost `cost`."""
+        return None if self.cost is None else self.cost * (1 - self.fraction)
 
     @property
     def is_weight(self) -> bool:
@@ -66,6 +73,18 @@ class SparsityReport:
         total = sum(layer.total for layer in self.layers if layer.is_weight)
         return sum(layer.zeros for layer in self.layers if layer.is_weight) / total if total else 0.0
 
+    @property
+    def cost(self) -> float | None:
+        """What the model costs without its zeros, if `sparsity` was given the cost of its parameters."""
+        costs = [layer.cost for layer in self.layers if layer.cost is not None]
+        return sum(costs) if costs else None
+
+    @property
+    def cost_left(self) -> float | None:
+        """What the model costs with its zeros."""
+        costs = [layer.cost_left for layer in self.layers if layer.cost_left is not None]
+        return sum(costs) if costs else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain numbers, strings, lists and dicts."""
         return {
@@ -73,6 +92,8 @@ class SparsityReport:
             "total": self.total,
             "fraction": self.fraction,
             "weight_fraction": self.weight_fraction,
+            "cost": self.cost,
+            "cost_left": self.cost_left,
             "layers": [
                 {
                     "name": layer.name,
@@ -84,6 +105,8 @@ class SparsityReport:
                     "zero_output_channels": layer.zero_output_channels,
                     "input_channels": layer.input_channels,
                     "zero_input_channels": layer.zero_input_channels,
+                    "cost": layer.cost,
+                    "cost_left": layer.cost_left,
                 }
                 for layer in self.layers
             ],
@@ -111,13 +134,18 @@ class SparsityReport:
             rows = [row[:-2] for row in rows]
             counted = any(layer.output_channels is not None for layer in weights)
             note = ["No output or input channel is wholly zero."] if counted else []
+        if self.cost is not None and self.cost_left is not None:
+            lefts = ["cost left", *(_short(layer.cost_left) for layer in self.layers), _short(self.cost_left), ""]
+            rows = [(*row, left) for row, left in zip(rows, lefts, strict=True)]
+            share = f" ({self.cost_left / self.cost:.1%})" if self.cost else ""
+            note.append(f"cost left: {_short(self.cost_left)} of {_short(self.cost)}{share}")
         lines = _aligned(rows)
         rule = "-" * len(lines[0])  # ASCII, for any terminal
         return "\n".join(line.rstrip() for line in [lines[0], rule, *lines[1:-2], rule, *lines[-2:], *note])
 
 
 @torch.no_grad()
-def sparsity(model: nn.Module | Mapping[str, Tensor]) -> SparsityReport:
+def sparsity(model: nn.Module | Mapping[str, Tensor], *, cost: Mapping[str, float] | None = None) -> SparsityReport:
     """Count the parameters that are exactly zero, layer by layer, in one pass on the device with one synchronisation.
 
     Weights that `torch.nn.utils.prune` masks count as zero.
@@ -125,6 +153,8 @@ def sparsity(model: nn.Module | Mapping[str, Tensor]) -> SparsityReport:
     Args:
         model: a module, or a mapping of names to tensors. Only a module shows which convolutions are transposed or
             grouped; in a mapping, all weights count as plain ones.
+        cost: what one weight of each parameter costs, by name, such as `dirprune.macs` returns; the report then says
+            how much of the cost is left.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -143,7 +173,8 @@ def sparsity(model: nn.Module | Mapping[str, Tensor]) -> SparsityReport:
     if len(devices) > 1:  # a model spread over devices: a synchronisation for each count
         counts = [count.cpu() for count in counts]
     numbers = iter(torch.stack(counts).tolist() if counts else [])
-    return SparsityReport(tuple(_layer(name, p, layouts.get(name, _PLAIN), numbers) for name, p in parameters.items()))
+    layers = tuple(_layer(name, p, layouts.get(name, _PLAIN), numbers) for name, p in parameters.items())
+    return SparsityReport(layers if cost is None else _priced(layers, cost))
 
 
 class _Layout(NamedTuple):
@@ -207,6 +238,17 @@ def _layer(name: str, parameter: Tensor, layout: _Layout, numbers: Iterator[int]
     )
 
 
+def _priced(layers: Sequence[LayerSparsity], cost: Mapping[str, float]) -> tuple[LayerSparsity, ...]:
+    """Return the layers with their costs; what ``cost`` does not name costs nothing."""
+    known = {name.removesuffix("_orig"): each for name, each in cost.items()} | dict(cost)
+    strangers = cost.keys() - {name for layer in layers for name in (layer.name, f"{layer.name}_orig")}
+    if strangers:
+        raise ValueError(
+            f"cost names {min(strangers)!r}, which the model does not have; give macs(model, x) of this one"
+        )
+    return tuple(replace(layer, cost=known.get(layer.name, 0.0) * layer.total) for layer in layers)
+
+
 def _layouts(model: nn.Module) -> dict[str, _Layout]:
     """Return the layouts of convolutions' weights, by name."""
     return {
@@ -214,6 +256,17 @@ def _layouts(model: nn.Module) -> dict[str, _Layout]:
         for name, module in model.named_modules()
         if isinstance(module, _ConvNd)
     }
+
+
+def _short(number: float | None) -> str:
+    """Return a number with three digits, in thousands, millions and so on.
+
+    >>> [_short(number) for number in (0.0, 0.25, 950, 9999, 555_422_720)]
+    ['0', '0.25', '950', '10k', '555M']
+    """
+    number = float(f"{number or 0:.3g}")
+    power = min(max(int(math.log10(number)) // 3, 0), 5) if number else 0
+    return f"{number / 1000**power:.3g}{' kMGTP'[power].strip()}"
 
 
 def _units(zero: int | None, total: int | None) -> str:
