@@ -34,7 +34,7 @@ FLOORS = [
     {"methods"},
     {"data", "models", "published"},
     {"records"},
-    {"names", "progress", "stats", "text"},
+    {"names", "progress", "stats", "text", "trust"},
 ]
 STUDIES_THAT_READ_ANOTHER = {("reproduction", "bench")}
 BESIDES_TORCH = {"_fused": {"triton"}}

@@ -85,7 +85,7 @@ def test_the_first_ctrl_c_finishes_the_epoch_and_saves() -> None:
     assert result.stderr.splitlines() == [
         "Stopping after this epoch; press Ctrl-C again to stop immediately.",
         "Stopped; saved up to epoch 2 of 4. Continue with:",
-        "    dirprune resume run",
+        "    dirprune resume run --trust",
     ]
     assert checkpoint.epochs(Path("run/checkpoints"))[-1] == 2
 
@@ -96,7 +96,7 @@ def test_the_second_ctrl_c_stops_at_once() -> None:
     assert [json.loads(line)["epoch"] for line in result.stdout.splitlines()] == [1]
     assert result.stderr.splitlines()[1:] == [
         "Stopped; saved up to epoch 1 of 4. Continue with:",
-        "    dirprune resume run",
+        "    dirprune resume run --trust",
     ]
 
 
@@ -124,7 +124,7 @@ def test_ctrl_c_in_the_first_epoch_of_a_new_run_keeps_nothing_and_of_an_old_one_
     runs.create(Path("run"), recipes.changed(recipes.get("digits"), batch_size=256, model=words[1]))
     assert call("resume", "run").stderr.splitlines()[1:] == [
         "Stopped; saved up to epoch 0 of 60. Continue with:",
-        "    dirprune resume run",
+        "    dirprune resume run --trust",
     ]
     assert Path("run/checkpoints/epoch-0000.pt").exists()
 
@@ -135,7 +135,7 @@ def test_the_end_of_the_time_finishes_the_epoch_and_saves() -> None:
     assert [json.loads(line)["epoch"] for line in result.stdout.splitlines()] == [1]
     assert result.stderr.splitlines() == [
         "Stopped; saved up to epoch 1 of 4. Continue with:",
-        "    dirprune resume run",
+        "    dirprune resume run --trust",
     ]
     assert call("resume", "run", "--minutes", 1e-9).stderr.splitlines()[0].startswith("Stopped; saved up to epoch 2")
     assert "epoch 4 of 4" in call("resume", "run", "--minutes", 9).stderr
@@ -150,7 +150,7 @@ def test_no_time_at_all_is_refused_before_anything_is_made() -> None:
 
 def test_a_folder_with_a_space_is_named_so_that_the_shell_reads_it() -> None:
     result = call(*SHORT[:-1], "my run", "--model", "follow_networks:once")
-    assert result.stderr.splitlines()[-1] == "    dirprune resume 'my run'"
+    assert result.stderr.splitlines()[-1] == "    dirprune resume 'my run' --trust"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,10 @@ def test_a_folder_with_a_space_is_named_so_that_the_shell_reads_it() -> None:
         (
             4,
             2,
-            ["Continue on every node, with torchrun's options as before:", "    torchrun … -m dirprune resume run"],
+            [
+                "Continue on every node, with torchrun's options as before:",
+                "    torchrun … -m dirprune resume run",
+            ],
         ),
     ],
 )
@@ -292,10 +295,14 @@ def test_two_processes_equal_one_and_speak_with_one_voice() -> None:
     assert pair.returncode == 0, pair.stderr
     assert call(*words, "--out", "alone").exit_code == 0
     assert pair.stderr.count("--lean has no effect") == 1
-    assert "    torchrun --nproc-per-node 2 -m dirprune resume pair" in pair.stderr.splitlines()
+    assert "    torchrun --nproc-per-node 2 -m dirprune resume pair --trust" in pair.stderr.splitlines()
     assert call("resume", "alone").exit_code == 0
     pair = subprocess.run(
-        [*torchrun, "dirprune", "resume", "pair"], capture_output=True, text=True, env=environment, timeout=120
+        [*torchrun, "dirprune", "resume", "pair", "--trust"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
     )
     records = [json.loads(line) for line in pair.stdout.splitlines()]
     assert [record["epoch"] for record in records] == [2]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dirprune.lab import trust
 from dirprune.lab.models import NAMES, build, resnet18, resnet50, small, vgg16, wide_resnet
 
 Weights = dict[str, Tensor]
@@ -461,6 +462,7 @@ def needs_more(num_classes, width): return nn.Linear(width, num_classes)
 def returns_a_number(): return 3
 number = 3
 def bare(): return nn.Flatten()
+def leaves(): exit(0)
 def broken():
     raise RuntimeError("no weights here")
 """
@@ -487,6 +489,7 @@ def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_users_callable_gets_the_classes_as_it_wants_them(attribute: str, shape: tuple[int, int]) -> None:
+    trust.allow(f"models_of_a_user:{attribute}")
     assert build(f"models_of_a_user:{attribute}", 7).weight.shape == shape
 
 
@@ -498,6 +501,8 @@ def test_a_users_module_may_lie_in_the_current_folder(tmp_path: Path, monkeypatc
     (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')")  # must not replace the standard library's json
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
+    for spec in ("net_right_here:net", "json:net"):
+        trust.allow(spec)
     assert build("net_right_here:net", 3).weight.shape == (3, 2)
     assert sys.path == before
     with pytest.raises(ValueError, match="'json' has no attribute 'net'"):
@@ -517,8 +522,11 @@ def test_a_users_module_may_lie_in_the_current_folder(tmp_path: Path, monkeypatc
         ("models_with_a_slip:net", r"SyntaxError: .*never closed \(models_with_a_slip.py, line 2\)"),
         ("models_of_a_user:returns_a_number", "of type int; it must return a torch.nn.Module"),
         ("models_of_a_user:bare", "of type Flatten; .* with parameters to train"),
+        ("sys:exit", "raised SystemExit"),
+        ("models_of_a_user:leaves", "raised SystemExit: 0"),
     ],
 )
 def test_a_users_callable_that_cannot_work_is_named_with_the_remedy(spec: str, problem: str) -> None:
+    trust.allow(spec)
     with pytest.raises(ValueError, match=f"model='{spec}'.*{problem}"):
         build(spec, 7)

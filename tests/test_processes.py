@@ -94,7 +94,9 @@ def train_together(rank: int, port: int, folder: Path) -> None:
         outcome["first"] = [r.to_dict() for r in conduct(run, device=device, process=process, stopping=stopping)]
         outcome["second"] = [r.to_dict() for r in conduct(run, device=device, process=process)]
         try:
-            list(conduct(runs.load(folder / "runs" / "bad"), device=device, process=process, save_every=1))
+            list(
+                conduct(runs.load(folder / "runs" / "bad", trusted=True), device=device, process=process, save_every=1)
+            )
         except Diverged as error:
             outcome["diverged"] = str(error)
     outcome["left"] = not dist.is_initialized()

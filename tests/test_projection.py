@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from dirprune.curvature import HessianOperator
+from dirprune.lab import trust
 from dirprune.lab.cli import console, drive
 from dirprune.lab.plots import save
 from dirprune.lab.progress import Progress
@@ -273,6 +274,7 @@ class Half(torch.autograd.Function):
 def test_a_network_that_cannot_be_compiled_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="eager", **options))
+    trust.allow("test_projection:without_forward_mode")
     bench = subject(replace(recipes.get("digits"), model="test_projection:without_forward_mode"), TIGHT, device=CPU)
     plain = HessianOperator(bench.model, cross_entropy, bench.curved)
     fast = Guarded(HessianOperator(bench.model, cross_entropy, bench.curved, compiled=True), tf32=False)

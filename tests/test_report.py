@@ -39,7 +39,8 @@ def save_weights(run: Run, epoch: int) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(torch.rand_like(parameter) < 0.5)
-    checkpoint.save(run.checkpoints, epoch, {"epoch": epoch, "model": model.state_dict(), "optimizer": {}})
+    names = [name for name, _ in model.named_parameters()]
+    checkpoint.save(run.checkpoints, epoch, {"epoch": epoch, "model": model.state_dict(), "parameters": names})
     return model
 
 
@@ -267,11 +268,22 @@ def test_layers_of_a_users_own_model(tmp_path: Path) -> None:
     assert [path.name for path in draw(report([run.folder]))] == ["curves.png", "layers.png"]
 
 
-def test_a_model_that_changed_since_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", models.NAMES)
+def test_old_checkpoints_do_not_name_their_parameters(name: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", replace(DIGITS, model=name), [50.0])
+    with torch.device("meta"):
+        model = models.build(run.recipe.model, classes=10)
+    tensors = {key: torch.ones([1] * tensor.dim(), dtype=tensor.dtype) for key, tensor in model.state_dict().items()}
+    checkpoint.save(run.checkpoints, 1, {"epoch": 1, "model": tensors})
+    assert [layer.name for layer in layerwise(run)[1].layers] == [key for key, _ in model.named_parameters()]
+
+
+def test_tied_weights_of_an_old_checkpoint_count_once(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", DIGITS, [50.0])
-    checkpoint.save(run.checkpoints, 1, {"model": {"other.weight": torch.ones(2, 2)}})
-    with pytest.raises(ValueError, match=r"model='small' has conv1\.weight, which the checkpoint"):
-        layerwise(run)
+    tied = torch.eye(3)
+    weights = {"in.weight": tied, "out.weight": tied, "n": torch.ones(1)}
+    checkpoint.save(run.checkpoints, 1, {"epoch": 1, "model": weights})
+    assert [(layer.name, layer.zeros) for layer in layerwise(run)[1].layers] == [("in.weight", 6), ("n", 0)]
 
 
 def test_layers_say_of_which_epochs_they_are(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from dirprune.lab.cli.console import (
     ModelOption,
     RunDataOption,
     StepPrecisionOption,
+    TrustOption,
     clear_errors,
     emit,
     integers,
@@ -204,6 +205,7 @@ def train(
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
+    trust: TrustOption = False,
     data: RunDataOption = None,
     device: DeviceOption = "auto",
     save_every: SaveOption = None,
@@ -215,7 +217,7 @@ def resume(
         from dirprune.lab.cli.follow import follow
         from dirprune.lab.training import runs
 
-        found = runs.load(run)
+        found = runs.load(run, trusted=trust)
         root = data or found.last_root()
         follow(found, device=device, root=root, save_every=save_every, tensorboard=tensorboard, minutes=minutes)
 

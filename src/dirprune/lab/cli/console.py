@@ -256,6 +256,9 @@ StepPrecisionOption = Annotated[
     Precision | None,
     typer.Option("--precision", help="Precision of the forward and backward pass.", show_default="by recipe"),
 ]
+TrustOption = Annotated[
+    bool, typer.Option("--trust", help="Run the code that the run names as its network (package.module:name).")
+]
 KeepOption = Annotated[str | None, typer.Option(help="Epochs whose checkpoints are kept, e.g. 0,10,100.")]
 MinutesOption = Annotated[
     float | None, typer.Option(help="Save and stop after this many minutes.", show_default="no limit")

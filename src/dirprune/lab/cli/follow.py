@@ -263,7 +263,8 @@ def _conclude(run: Run, quiet: bool, is_new: bool, process: Process) -> bool:
     if run.saved < run.recipe.epochs:
         how, program = _launcher(process)
         say(f"Stopped; saved up to epoch {run.saved} of {run.recipe.epochs}. {how}:")
-        say(f"    {program} resume {shlex.quote(str(run.folder))}")
+        trust = " --trust" if ":" in run.recipe.model else ""
+        say(f"    {program} resume {shlex.quote(str(run.folder))}{trust}")
         return False
     if quiet:
         return True

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dirprune.lab import trust
 from dirprune.lab.models.resnet import resnet18, resnet50
 from dirprune.lab.models.small import small
 from dirprune.lab.models.vgg import vgg16
@@ -40,7 +41,8 @@ def build(name: str, classes: int) -> nn.Module:
         name: ``"vgg16"``, ``"wrn28x10"`` (any ``"wrn{depth}x{width}"``), ``"resnet50"``, ``"resnet18"`` (the CIFAR
             stem), ``"small"``; or ``"package.module:callable"`` for your own, which may be in the current folder. It
             gets the number of classes as ``num_classes`` or ``classes``, whichever it names (``num_classes`` if it
-            takes any keyword, as torchvision's and timm's do), and no argument if it takes neither.
+            takes any keyword, as torchvision's and timm's do), and no argument if it takes neither. Such a name is
+            imported and called only after `dirprune.lab.trust.allow`.
         classes: number of outputs, at least 1.
 
     Example:
@@ -60,12 +62,13 @@ def build(name: str, classes: int) -> nn.Module:
 
 def _build_own(spec: str, classes: int) -> nn.Module:
     """Import ``package.module:callable`` and call it."""
+    trust.check(spec)
     module, _, attribute = spec.partition(":")
     try:
         with _current_folder():  # it may import more when it is called
             make = getattr(importlib.import_module(module), attribute)
             model = make(**_class_argument(make, classes))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"model={spec!r} raised {type(error).__name__}: {error}; name a callable as package.module:name, in this "
             "folder, installed or on PYTHONPATH, that needs no argument but num_classes (or classes) and returns the "

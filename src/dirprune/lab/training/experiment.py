@@ -24,9 +24,9 @@ from dirprune.lab.records import checkpoint
 from dirprune.lab.records.files import as_read
 from dirprune.lab.training.loop import Divergence, EpochRecord, train
 from dirprune.lab.training.processes import Process
-from dirprune.lab.training.recipes import FREE_TO_CHANGE, Recipe, differing
+from dirprune.lab.training.recipes import Recipe
 from dirprune.lab.training.reward import Reward
-from dirprune.lab.training.runs import Outcome, Run
+from dirprune.lab.training.runs import Outcome, Run, check_unchanged
 from dirprune.options import MACHINE
 
 SAVE_SECONDS = 60.0
@@ -264,7 +264,7 @@ def _go_back(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoin
     For a finished run only the plain model is restored; the method is not attached.
     """
     if found is not None:
-        _check_unchanged(run, found[1])
+        check_unchanged(run, found[1])
         if found[0] == run.recipe.epochs:
             parts.model.load_state_dict(found[1]["model"])
             return found[0]
@@ -358,18 +358,6 @@ def _check_records(run: Run, saved: int | None, *, tell: bool) -> None:
         )
 
 
-def _check_unchanged(run: Run, state: checkpoint.State) -> None:
-    """Raise if config.json differs from the recipe that the checkpoint was trained with."""
-    # Read both alike: fields that an old checkpoint lacks get their defaults, and lists become tuples.
-    trained, here = (Recipe.from_dict(values) for values in (state["recipe"], as_read(run.recipe.to_dict())))
-    if names := differing(trained, here, FREE_TO_CHANGE):
-        was, told = (getattr(recipe, names[0]) for recipe in (trained, here))
-        raise ValueError(
-            f"{run.folder / 'config.json'} says {names[0]}={told!r}, but this run was trained with {was!r}; restore "
-            "that, or start a new run with `dirprune train`"
-        )
-
-
 def _save(run: Run, epoch: int, parts: Parts, method: Method) -> None:
     """Write a checkpoint whose ``model`` is the plain network that is evaluated, whatever the method.
 
@@ -380,6 +368,7 @@ def _save(run: Run, epoch: int, parts: Parts, method: Method) -> None:
         "epoch": epoch,
         "recipe": as_read(run.recipe.to_dict()),
         "model": plain,
+        "parameters": list(method.weights()),
         "optimizer": parts.optimizer.state_dict(),
         "method": method.state_dict(),
     }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from dirprune.lab import methods
+from dirprune.lab import methods, trust
 from dirprune.lab.data.loader import STATISTICS
 from dirprune.lab.names import unknown
 from dirprune.lab.training.execution import Execution
@@ -147,7 +147,8 @@ class Recipe:
 def changed(recipe: Recipe, **changes: Any) -> Recipe:
     """Return the recipe with all changes that are not None. Precision, compile and lean apply to both device types.
 
-    The changes come from command-line options, and errors name the option as the user types it.
+    The changes come from command-line options: errors name the option as the user types it, and a network of the
+    user's own (``model``) is trusted, because the command names it.
 
     >>> changed(get("digits"), lr=0.2, epochs=None, lean=True).cuda.lean
     True
@@ -155,6 +156,8 @@ def changed(recipe: Recipe, **changes: Any) -> Recipe:
     given = {name: value for name, value in changes.items() if value is not None}
     if execution := {name: given.pop(name) for name in ("precision", "compile", "lean") if name in given}:
         given["cpu"], given["cuda"] = (replace(each, **execution) for each in (recipe.cpu, recipe.cuda))
+    if "model" in given:
+        trust.allow(given["model"])
     try:
         return replace(recipe, **given)
     except BadValue as error:

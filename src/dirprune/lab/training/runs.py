@@ -17,7 +17,7 @@ import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from dirprune import SparsityReport
+from dirprune.lab import trust
 from dirprune.lab.data import ON_DISK, data_root
 from dirprune.lab.records import checkpoint, provenance
-from dirprune.lab.records.files import LOCK, InUse, locked, taken, to_json, write_json, write_text
+from dirprune.lab.records.files import LOCK, InUse, as_read, locked, taken, to_json, write_json, write_text
 from dirprune.lab.training.loop import EpochRecord
-from dirprune.lab.training.recipes import Recipe
+from dirprune.lab.training.recipes import FREE_TO_CHANGE, Recipe, differing
 from dirprune.zeros import LayerSparsity
 
 
@@ -54,13 +55,13 @@ class Outcome:
         return {
             "diverged": self.diverged,
             "peak_memory_mib": self.peak_memory_mib,
-            "layers": [{"name": layer.name, "shape": list(layer.shape), "zeros": layer.zeros} for layer in layers],
+            "layers": [asdict(layer) for layer in layers],
         }
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Outcome:
-        """Return the outcome with these values from `to_dict`, which do not include counts of zero channels."""
-        layers = tuple(LayerSparsity(each["name"], tuple(each["shape"]), each["zeros"]) for each in values["layers"])
+        """Return the outcome with these values from `to_dict`; in old files, zero channels were not counted."""
+        layers = tuple(LayerSparsity(**{**each, "shape": tuple(each["shape"])}) for each in values["layers"])
         return Outcome(SparsityReport(layers) if layers else None, values["diverged"], values["peak_memory_mib"])
 
 
@@ -184,7 +185,7 @@ class Run:
 
 
 def create(folder: Path, recipe: Recipe) -> Run:
-    """Create the directory of a new run; raise if it already exists."""
+    """Create the directory of a new run; raise if it already exists. A network of the recipe's own is trusted."""
     if taken(folder, "config.json"):
         remedy = (
             f"continue it with `dirprune resume {quoted(folder)}`, or " if (folder / "config.json").is_file() else ""
@@ -199,6 +200,7 @@ def create(folder: Path, recipe: Recipe) -> Run:
             with suppress(OSError):
                 each.rmdir()
         raise
+    trust.allow(recipe.model)
     return Run(folder, recipe)
 
 
@@ -234,8 +236,12 @@ def quoted(folder: Path) -> str:
     return shlex.quote(str(folder))
 
 
-def load(folder: Path) -> Run:
-    """Open an existing run."""
+def load(folder: Path, *, trusted: bool = False) -> Run:
+    """Open an existing run.
+
+    Reading a run executes nothing. If it is ``trusted``, the network that its config.json names may be imported later
+    as `module:callable`, provided that the newest checkpoint was trained with the same recipe.
+    """
     config = folder / "config.json"
     if not folder.exists():
         raise FileNotFoundError(f"{folder} does not exist; name the folder of a run, as `dirprune train` makes them")
@@ -247,25 +253,48 @@ def load(folder: Path) -> Run:
         remedy = f"it contains {', '.join(inside)}" if inside else "`dirprune train` makes one"
         raise FileNotFoundError(f"{folder} is not a run: it has no config.json; {remedy}")
     try:
-        return Run(folder, Recipe.from_dict(json.loads(config.read_text())))
+        run = Run(folder, Recipe.from_dict(json.loads(config.read_text())))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{config} cannot be read as a recipe: {error}; {copies}") from error
+    if trusted and ":" in run.recipe.model:
+        if found := checkpoint.latest(run.checkpoints):
+            check_unchanged(run, found[1])
+        trust.allow(run.recipe.model)
+    return run
+
+
+def check_unchanged(run: Run, state: checkpoint.State) -> None:
+    """Raise if config.json differs from the recipe that the checkpoint was trained with."""
+    # Read both alike: fields that an old checkpoint lacks get their defaults, and lists become tuples.
+    trained, here = (Recipe.from_dict(values) for values in (state["recipe"], as_read(run.recipe.to_dict())))
+    if names := differing(trained, here, FREE_TO_CHANGE):
+        was, told = (getattr(recipe, names[0]) for recipe in (trained, here))
+        raise ValueError(
+            f"{run.folder / 'config.json'} says {names[0]}={told!r}, but this run was trained with {was!r}; restore "
+            "that, or start a new run with `dirprune train`"
+        )
 
 
 def weights_of(run: Run, epoch: int | None = None) -> tuple[int, dict[str, Any]]:
     """Return (epoch, model state) of the run's newest checkpoint, or of ``epoch``."""
+    epoch, state = state_of(run, epoch)
+    return epoch, state["model"]
+
+
+def state_of(run: Run, epoch: int | None = None) -> tuple[int, checkpoint.State]:
+    """Return (epoch, state) of the run's newest checkpoint, or of ``epoch``."""
     if epoch is not None:
         if epoch not in (known := checkpoint.epochs(run.checkpoints)):
             raise FileNotFoundError(
                 f"{run.folder} has no checkpoint of epoch {epoch}; it has {', '.join(map(str, known)) or 'none'}"
             )
-        return epoch, checkpoint.load(checkpoint.path_of(run.checkpoints, epoch))["model"]
+        return epoch, checkpoint.load(checkpoint.path_of(run.checkpoints, epoch))
     found = checkpoint.latest(run.checkpoints)
     if found is None:
         if run.records():
             raise FileNotFoundError(f"the checkpoints of {run.folder} are gone; train again with another --out")
         raise FileNotFoundError(f"{run.folder} has no checkpoint yet; `dirprune resume {quoted(run.folder)}` trains it")
-    return found[0], found[1]["model"]
+    return found
 
 
 def parameters_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:

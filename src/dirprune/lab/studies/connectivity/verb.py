@@ -12,6 +12,7 @@ from dirprune.lab.cli.console import (
     Interruption,
     MinutesOption,
     RunDataOption,
+    TrustOption,
     clear_errors,
     emit,
     is_terminal,
@@ -27,6 +28,7 @@ app = typer.Typer()
 def connect(
     run_a: Annotated[Path, typer.Argument(help="The end at t = 0; the published curves have gRDA here.")],
     run_b: Annotated[Path, typer.Argument(help="The end at t = 1.")],
+    trust: TrustOption = False,
     out: OutOption = Path("connection"),
     epochs: Annotated[int, typer.Option(help="Epochs of the fit.")] = 300,
     points: Annotated[int, typer.Option(help="Points of the profile.")] = 61,
@@ -70,7 +72,8 @@ def connect(
             fit=fit,
             plane_examples=plane_examples,
         )
-        root = data or runs.load(run_a).last_root()
+        first, _ = (runs.load(path, trusted=trust) for path in (run_a, run_b))
+        root = data or first.last_root()
         where = device_of(device)
         job = connecting(run_a, run_b, out, options, epoch_a=epoch_a, epoch_b=epoch_b, device=where, root=root)
         drive("connect", job, Interruption(minutes), after="epoch or point")

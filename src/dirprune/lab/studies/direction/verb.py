@@ -12,6 +12,7 @@ from dirprune.lab.cli.console import (
     Interruption,
     MinutesOption,
     RunDataOption,
+    TrustOption,
     clear_errors,
     integers,
     is_terminal,
@@ -35,6 +36,7 @@ PrecisionOption = Annotated[
 def project(
     sgd_run: Annotated[Path, typer.Argument(help="A run of SGD, with checkpoints kept (--keep).")],
     grda_run: Annotated[list[Path], typer.Argument(help="Runs of gRDA from the same weights and minibatches.")],
+    trust: TrustOption = False,
     out: OutOption = Path("projection"),
     k: Annotated[int, typer.Option(min=1, help="Number of leading eigenvectors, with positive eigenvalues.")] = 10,
     epochs: Annotated[
@@ -62,12 +64,12 @@ def project(
         from dirprune.lab.studies.direction.spectrum import Lanczos
         from dirprune.lab.training import runs
 
-        sgd = runs.load(sgd_run)
+        sgd = runs.load(sgd_run, trusted=trust)
         where = device_of(device)
         _tell_precision(precision, where.type)
         steps = projecting(
             sgd,
-            [runs.load(path) for path in grda_run],
+            [runs.load(path, trusted=trust) for path in grda_run],
             out,
             k=k,
             epochs=integers("--epochs", epochs) if epochs else None,
@@ -88,6 +90,7 @@ def project(
 @app.command()
 def score(
     run: Annotated[Path, typer.Argument(help="A trained run, preferably with SGD.")],
+    trust: TrustOption = False,
     out: OutOption = Path("score"),
     k: Annotated[
         str, typer.Option(help="How many leading eigenvectors to treat as curved; comma-separated.")
@@ -115,7 +118,7 @@ def score(
         from dirprune.lab.studies.direction.spectrum import Lanczos
         from dirprune.lab.training import runs
 
-        found = runs.load(run)
+        found = runs.load(run, trusted=trust)
         where = device_of(device)
         _tell_precision(precision, where.type)
         steps = scoring(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from dirprune import SparsityReport, sparsity
-from dirprune.lab import models, plots
+from dirprune.lab import plots
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.files import finite
 from dirprune.lab.stats import Spread
@@ -211,16 +212,19 @@ def draw(report: Report, out: Path | None = None) -> list[Path]:
 def layerwise(run: Run) -> tuple[int, SparsityReport]:
     """Return (epoch, sparsity) at the end of a run, or of the newest checkpoint if the run has not ended.
 
-    The zeros at the end are counted in the last checkpoint, which also gives zero channels. If it cannot be read, they
-    come from the outcome. An earlier checkpoint would contradict the other numbers of the run.
+    Old outcomes lack the zero channels, which the last checkpoint gives if it is there. An earlier one would contradict
+    the other numbers of the run.
     """
     ended = _zeros_at_the_end(run)
     if ended is None:
-        return _counted(run)
-    try:
-        return _counted(run, run.recipe.epochs)
-    except (OSError, ValueError, checkpoint.CorruptCheckpoint):
-        return run.recipe.epochs, ended
+        epoch, state = runs.state_of(run)
+        return epoch, sparsity(_parameters(state))
+    if any(layer.is_weight and layer.output_channels is None for layer in ended.layers):
+        with suppress(OSError, ValueError, checkpoint.CorruptCheckpoint):
+            weights = runs.weights_of(run, run.recipe.epochs)[1]
+            if all(layer.name in weights for layer in ended.layers):
+                ended = sparsity({layer.name: weights[layer.name] for layer in ended.layers})
+    return run.recipe.epochs, ended
 
 
 def _zeros_at_the_end(run: Run) -> SparsityReport | None:
@@ -228,27 +232,22 @@ def _zeros_at_the_end(run: Run) -> SparsityReport | None:
     return outcome.zeros if outcome else None
 
 
-def _counted(run: Run, epoch: int | None = None) -> tuple[int, SparsityReport]:
-    """Return (epoch, sparsity) of a checkpoint, by default the newest, over the parameters without the buffers."""
-    epoch, state = runs.weights_of(run, epoch)
-    names = _parameter_names(run.recipe.model)
-    if missing := [name for name in names if name not in state]:
-        raise ValueError(
-            f"model={run.recipe.model!r} has {missing[0]}, which the checkpoint of {run.folder} does not; "
-            "report it with the code that trained it"
-        )
-    return epoch, sparsity({name: state[name] for name in names})
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-@lru_cache
-def _parameter_names(model: str) -> tuple[str, ...]:
-    """Return the names of a model's parameters.
+def _parameters(state: checkpoint.State) -> dict[str, Tensor]:
+    """Return the parameters in a checkpoint; no network is built, because that could execute code of others.
 
-    The model is built on the CPU, because a user's own model may compute with its tensors in its constructor, which
-    fails on the meta device. The number of classes affects shapes, but not names.
+    Old checkpoints do not name them: there they are the tensors of floating point except BatchNorm's statistics, and
+    tied weights count once.
     """
-    with torch.random.fork_rng(devices=[]):
-        return tuple(name for name, _ in models.build(model, classes=10).named_parameters())
+    model = state["model"]
+    if "parameters" in state:
+        return {name: model[name] for name in state["parameters"]}
+    floating = {name: tensor for name, tensor in model.items() if tensor.is_floating_point()}
+    named = {name: tensor for name, tensor in floating.items() if name.rpartition(".")[2] not in _BUFFERS}
+    first = {(tensor.data_ptr() or name): name for name, tensor in reversed(named.items())}
+    return {name: tensor for name, tensor in named.items() if first[tensor.data_ptr() or name] == name}
 
 
 def settings(recipes: Sequence[Recipe]) -> list[str]:

@@ -1,0 +1,23 @@
+"""Code that is named as module:callable is imported only if the user named or trusted it in this command."""
+
+from __future__ import annotations
+
+_ALLOWED: set[str] = set()
+
+
+class Untrusted(ValueError):
+    """A file names code that nobody has trusted in this process."""
+
+
+def allow(spec: str) -> None:
+    """Let the code called ``spec`` run in this process."""
+    _ALLOWED.add(spec)
+
+
+def check(spec: str) -> None:
+    """Raise unless the code called ``spec`` may run."""
+    if spec not in _ALLOWED:
+        raise Untrusted(
+            f"{spec!r} is code that a file names, and nothing of it was executed; add --trust if you would run any "
+            f"program of whoever gave you the file (in Python: dirprune.lab.trust.allow({spec!r}))"
+        )
