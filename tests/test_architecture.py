@@ -37,7 +37,7 @@ FLOORS = [
     {"names", "progress", "stats", "text", "trust"},
 ]
 STUDIES_THAT_READ_ANOTHER = {("reproduction", "bench")}
-BESIDES_TORCH = {"_fused": {"triton"}}
+BESIDES_TORCH = {"_fused": {"triton"}, "deploy": {"numpy"}}
 """What modules of the library import besides torch and the standard library."""
 
 

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
-from dirprune.lab.records.files import replacing
+from dirprune._support.atomic import replacing
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.zeros import LayerSparsity, SparsityReport
 

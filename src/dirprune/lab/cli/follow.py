@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 import typer
 
+from dirprune._support.atomic import named
 from dirprune.lab.cli.console import INTERRUPTED, Interruption, bar, emit, is_terminal, say
 from dirprune.lab.data.loader import Batch, Loader
-from dirprune.lab.records.files import named
 from dirprune.lab.training.experiment import conduct
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.lab.training.processes import Process, joined

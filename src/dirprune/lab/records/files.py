@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dirprune._support.atomic import replacing, temporary
+
 T = TypeVar("T")
 
 
@@ -61,33 +63,7 @@ def taken(folder: Path, first: str) -> bool:
     """Return whether anything exists at the path, except a leftover from an interrupted write of the ``first`` file."""
     if not folder.is_dir():
         return folder.exists()
-    return any(path != _temporary(folder / first) for path in folder.iterdir())
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.tmp{path.suffix}")  # keep the suffix: it may decide the format
-
-
-@contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Add this path to errors, because an error in writing to an open file names no path."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, then rename it to ``path``; if anything fails, the old file stays."""
-    temporary = _temporary(path)
-    try:
-        with named(path):
-            yield temporary
-            temporary.replace(path)
-    finally:
-        with suppress(OSError):  # e.g. on a read-only disk
-            temporary.unlink(missing_ok=True)
+    return any(path != temporary(folder / first) for path in folder.iterdir())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -99,8 +75,8 @@ def write_text(path: Path, text: str) -> None:
     ...     [path.name for path in Path(folder).iterdir()]
     ['a.txt']
     """
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", newline="")
+    with replacing(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8", newline="")
 
 
 def write_json(path: Path, content: Any) -> None:
