@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ from dirprune.lab.plots import save
 from dirprune.lab.progress import Progress
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.tables import OtherSettings, read_rows
+from dirprune.lab.studies.direction import scoring
 from dirprune.lab.studies.direction.figures import score_figure
 from dirprune.lab.studies.direction.scoring import ScoreRow, SpectrumRow, directional_pruner, score, smallest_pruner
 from dirprune.lab.studies.direction.spectrum import Lanczos, subject
+from dirprune.lab.studies.direction.surgeon import surgeon_pruner, surgeon_steps, whole
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import conduct
 from dirprune.lab.training.runs import Run
@@ -113,6 +116,79 @@ def test_brain_damage_prunes_by_the_loss_that_a_weight_costs() -> None:
     assert lam == pytest.approx(0.45)
 
 
+def quadratic(size: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights and a Hessian of this rank."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+    factor = draw(size, rank)
+    return draw(size), factor @ factor.T / rank
+
+
+def test_the_surgeon_leaves_the_best_weights_that_a_quadratic_loss_allows() -> None:
+    """Given which weights are zero, the others must solve the normal equations of the loss; the rises add up to it."""
+    w, h = quadratic(8, 12)
+    before, risen = w, 0.0
+    for count, (_, now) in enumerate(surgeon_steps(w, torch.linalg.inv(h)), start=1):
+        zero = now == 0
+        assert int(zero.sum()) == count
+        best = w.clone()
+        best[zero] = 0
+        if count < len(w):
+            best[~zero] += torch.linalg.solve(h[~zero][:, ~zero], h[~zero][:, zero] @ w[zero])
+        torch.testing.assert_close(now, best)
+        # Of all weights that could have been next, it took the one with the least rise.
+        loss = float((now - w) @ h @ (now - w)) / 2
+        for j in (before != 0).nonzero().flatten().tolist():
+            also = (before == 0) | (torch.arange(len(w)) == j)
+            other = torch.linalg.lstsq(h[~also][:, ~also], h[~also] @ w).solution if count < len(w) else w.new_empty(0)
+            moved = w.clone().masked_fill(also, 0)
+            moved[~also] = other
+            assert loss <= float((moved - w) @ h @ (moved - w)) / 2 + 1e-9
+        assert loss >= risen - 1e-12
+        before, risen = now, loss
+
+
+def test_the_surgeon_prunes_for_nothing_where_the_loss_is_flat() -> None:
+    w, h = quadratic(12, 5)
+    prune, whole_loss = surgeon_pruner(w, h), float(w @ h @ w)
+    for sparsity in (0.0, 0.25, 7 / 12):  # a kernel of dimension 7 leaves 7 weights free
+        _, pruned = prune(sparsity)
+        assert float((pruned == 0).double().mean()) == pytest.approx(sparsity)
+        assert float((pruned - w) @ h @ (pruned - w)) < 1e-3 * whole_loss
+    assert torch.equal(prune(7 / 12)[1], pruned)
+    rise, further = prune(10 / 12)
+    assert float((further - w) @ h @ (further - w)) > 1e-2 * whole_loss
+    assert rise > 1e-3 * whole_loss
+
+
+def test_the_surgeon_beats_what_moves_no_other_weight(run: Run, tmp_path: Path) -> None:
+    rows = {(row.method, row.wanted): row for row in measure(run, tmp_path, ks=(0,), sparsities=(0.0, 0.5))}
+    surgeon = rows["brain-surgeon", 0.5]
+    assert surgeon.sparsity == pytest.approx(0.5, abs=0.01)
+    assert surgeon.train_loss < min(rows[other, 0.5].train_loss for other in ("magnitude", "brain-damage"))
+    assert rows["brain-surgeon", 0.0].train_loss == rows["magnitude", 0.0].train_loss
+
+
+def test_the_whole_hessian_is_that_of_single_products(run: Run) -> None:
+    bench = subject(run.recipe, QUICK, device=CPU)
+    bench.load(runs.weights_of(run)[1])
+    found = []
+
+    def kept() -> Iterator[object]:
+        found.append((yield from whole(bench.hessian)))
+
+    list(kept())
+    v = torch.randn(bench.hessian.size, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found[0] @ v, bench.hessian @ v, rtol=1e-3, atol=1e-4)
+
+
+def test_a_hessian_that_does_not_fit_leaves_the_surgeon_out(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "FITS", 100)
+    methods = dict.fromkeys(row.method for row in measure(run, tmp_path, ks=(0,)))
+    assert list(methods) == ["magnitude", "brain-damage", "directional"]
+
+
 def test_a_sparsity_out_of_reach_is_said_and_not_measured() -> None:
     w, s = torch.tensor([1.0, 2.0, -1.0, 4.0]), torch.tensor([1.0, 0.5, -0.5, -0.1])
     to = directional_pruner(w, s)
@@ -185,7 +261,8 @@ def test_figure_draws_every_method(run: Run, tmp_path: Path) -> None:
     figure = score_figure([*rows, lost])
     loss, _ = figure.axes
     lines = {str(line.get_label()): line for line in loss.get_lines()}
-    assert set(lines) == {"magnitude", "optimal brain damage", "directional, k = 0", "directional, k = 5"}
+    others = {"magnitude", "optimal brain damage", "optimal brain surgeon"}
+    assert set(lines) == others | {"directional, k = 0", "directional, k = 5"}
     assert len(lines["directional, k = 5"].get_xdata()) == len(GRID)
     assert save(figure, tmp_path / "figure.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="no measured row"):

@@ -14,7 +14,11 @@ from dirprune.lab.studies.direction.projection import ProjectionRow
 from dirprune.lab.studies.direction.published import PublishedShares
 from dirprune.lab.studies.direction.scoring import ScoreRow
 
-_OTHERS = {"magnitude": ("magnitude", "#000000", "s"), "brain-damage": ("optimal brain damage", GREY, "^")}
+_OTHERS = {
+    "magnitude": ("magnitude", "#000000", "s"),
+    "brain-damage": ("optimal brain damage", GREY, "^"),
+    "brain-surgeon": ("optimal brain surgeon", colour(2), "<"),
+}
 _MARKERS = "oDvPX*"
 
 

@@ -1,4 +1,4 @@
-"""Prune a trained network in one shot: by direction, by magnitude and by optimal brain damage."""
+"""Prune a trained network in one shot: by direction, by magnitude, by optimal brain damage and surgeon."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from dirprune.lab.studies.direction.spectrum import (
     leading_eigenpairs,
     subject,
 )
+from dirprune.lab.studies.direction.surgeon import FITS, surgeon_pruner, whole
 from dirprune.lab.text import NOTHING
 from dirprune.lab.training.loop import evaluate, recalibrate_batchnorm
 from dirprune.lab.training.runs import Run, weights_of
@@ -36,7 +37,7 @@ SPARSITIES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 KS = (0, 10, 30, 100)
 DEFAULT = Lanczos(tolerance=1e-5, max_iterations=2000)
 """Tighter than the defaults of `Lanczos`, because the hundredth eigenvalue is at most about 1% of the first."""
-METHODS = ("magnitude", "brain-damage", "directional")
+METHODS = ("magnitude", "brain-damage", "brain-surgeon", "directional")
 PRODUCTS = "products"
 DIAGONAL_BLOCK = 10
 
@@ -49,11 +50,12 @@ class ScoreRow:
     """The network after one kind of pruning.
 
     Attributes:
-        method: "magnitude", "brain-damage" or "directional".
+        method: "magnitude", "brain-damage", "brain-surgeon" or "directional".
         k: number of eigenvectors that span the curved subspace (directional; with 0 everything is flat); otherwise 0.
         wanted: the requested sparsity.
-        lam: λ of the path (directional), or the largest |w| or saliency that was pruned. Infinite if the requested
-            sparsity cannot be reached because the other scores are not positive; the measurements are then NaN.
+        lam: λ of the path (directional), or the largest |w|, saliency or rise of the loss at which a weight was pruned.
+            Infinite if the requested sparsity cannot be reached because the other scores are not positive; the
+            measurements are then NaN.
         sparsity: the fraction of all parameters that is zero, or the largest that can be reached.
         train_loss, train_accuracy: on the training data without augmentation; accuracies in percent.
     """
@@ -107,10 +109,11 @@ def score(
     device: torch.device,
     root: Path | None = None,
 ) -> Iterator[Progress | ScoreRow]:
-    """Yield progress, and the losses of a trained network pruned in three ways, without retraining.
+    """Yield progress, and the losses of a trained network pruned in four ways, without retraining.
 
-    Every parameter may be pruned, including biases. Directional pruning (Definition 1) also changes the weights that it
-    keeps; the other two do not. Rows are saved in score.csv in ``out``, eigenvalues in eigenvalues.csv. Rows that exist
+    Every parameter may be pruned, including biases. Directional pruning (Definition 1) and optimal brain surgeon also
+    change the weights that they keep; the other two do not. The surgeon needs the whole Hessian, and is left out where
+    that is larger than `FITS`. Rows are saved in score.csv in ``out``, eigenvalues in eigenvalues.csv. Rows that exist
     are not measured again. The Hessian products are saved until all is done, 4 bytes per weight and product.
 
     Args:
@@ -123,7 +126,7 @@ def score(
         lanczos: how the eigenpairs are computed.
         device, root: where to compute, and where the data are.
 
-    Reference: Definition 1 of the paper; LeCun, Denker and Solla, Optimal brain damage (1990).
+    Reference: Definition 1 of the paper; LeCun, Denker and Solla, Optimal brain damage (1990); `surgeon_steps`.
     """
     lanczos, ks, grid = lanczos or DEFAULT, sorted(set(ks)), sorted(set(sparsities))
     _check(ks, grid, samples)
@@ -157,8 +160,8 @@ def _prune_all(
 ) -> Iterator[Progress | ScoreRow]:
     """Prune the network by every method to every sparsity that is not in score.csv yet; yield all rows."""
     rows = {(row.method, row.k, row.wanted): row for row in read_rows(out / "score.csv", ScoreRow)}
-    magnitude, brain_damage, directional = METHODS
-    methods = [(magnitude, 0), (brain_damage, 0), *((directional, k) for k in ks)]
+    *others, directional = METHODS if bench.hessian.size <= FITS else [m for m in METHODS if m != "brain-surgeon"]
+    methods = [*((other, 0) for other in others), *((directional, k) for k in ks)]
     missing = [each for each in methods if any((*each, wanted) not in rows for wanted in sparsities)]
     w = flatten(take(bench.model))
     vectors = yield from _eigenvectors(bench, w, max((k for _, k in missing), default=0), lanczos, out)
@@ -185,6 +188,8 @@ def _pruner(
         return directional_pruner(w, directional_score(w, vectors))
     if method == "magnitude":
         return smallest_pruner(w, w.abs())
+    if method == "brain-surgeon":
+        return surgeon_pruner(w, (yield from whole(bench.hessian)))
     return smallest_pruner(w, (yield from _saliency(bench, w, samples, seed)))
 
 

@@ -108,7 +108,7 @@ def score(
     data: RunDataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Prune a trained network along its flat directions, and by magnitude and optimal brain damage to compare."""
+    """Prune a trained network along its flat directions, by magnitude, and by optimal brain damage and surgeon."""
     with clear_errors(CONTINUE):
         from dirprune.lab import plots
         from dirprune.lab.cli.follow import device_of
@@ -137,7 +137,7 @@ def score(
         figure = plots.save(score_figure(rows), out / "score.png")
         if is_terminal():
             show("Pruned without retraining", COLUMNS, [row.cells() for row in rows])
-            of_others = "for the other methods, the largest |w| or saliency pruned"
+            of_others = "for the other methods, the largest |w|, saliency or rise of the loss that was pruned"
             say(f"λ: path parameter for directional pruning; {of_others}.")
         say(f"Numbers: {out}; figure: {figure}")
 
