@@ -16,12 +16,9 @@ LAB = [m for m in MODULES if m.parts[0] == "lab" and m != Path("lab/__init__")]
 
 # What each room or module of the library may import of the others; `_support` is open to all.
 MAY_IMPORT = {
-    "connect": {"options", "weights"},
+    "connect": {"weights"},
     "curvature": {"weights"},
     "direction": {"curvature", "weights"},
-    "state": {"options"},
-    "_fused": {"state"},
-    "optim": {"options", "state", "update", "_fused"},
 }
 # The rooms of the lab, top first; a module may import from its own room and from those below.
 FLOORS = [
@@ -37,7 +34,7 @@ FLOORS = [
     {"names", "progress", "stats", "text", "trust"},
 ]
 STUDIES_THAT_READ_ANOTHER = {("reproduction", "bench")}
-BESIDES_TORCH = {"_fused": {"triton"}, "deploy": {"numpy"}}
+BESIDES_TORCH = {"optim": {"triton"}, "deploy": {"numpy"}}
 """What modules of the library import besides torch and the standard library."""
 
 
@@ -120,8 +117,7 @@ def test_every_public_name_is_there() -> None:
         ("curvature", "Eigenpairs HessianOperator hessian_diagonal top_eigenpairs"),
         ("direction", "directional_path directional_prune directional_score eigenspace_share lam_for_sparsity"),
         ("direction", "nonflat_basis null_projection"),
-        ("groups", "prunable_groups"),
-        ("optim", "GRDA"),
+        ("optim", "GRDA prunable_groups"),
         ("weights", "Weights combine flatten put take unflatten"),
         ("zeros", "SparsityReport sparsity"),
     ],

@@ -19,6 +19,7 @@ from torch.optim import SGD, Optimizer
 
 from dirprune import GRDA, sparsity
 from dirprune._support.graphs import record
+from dirprune._support.rates import set_lr
 from dirprune.lab import data
 from dirprune.lab.models import wide_resnet
 from dirprune.lab.training.execution import (
@@ -34,7 +35,6 @@ from dirprune.lab.training.execution import (
 from dirprune.lab.training.lean import Lean
 from dirprune.lab.training.loop import EpochRecord, evaluate, recalibrate_batchnorm, train
 from dirprune.lab.training.schedules import Schedule
-from dirprune.options import set_lr
 
 CPU = torch.device("cpu")
 

@@ -25,23 +25,23 @@ FUSED: list[dict[str, Any]] = [{"fused": True}, {"fused": True, "capturable": Tr
 @pytest.fixture(autouse=True)
 def _kernel() -> Iterator[None]:
     """Interpret the kernel if it cannot be compiled; this is decided when its module is imported."""
-    from dirprune import _fused
+    from dirprune.optim import fused
 
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
-            importlib.reload(_fused)
-            patch.setattr(_fused, "CHUNK", 1024)  # small, because interpreting is slow
-            patch.setattr(_fused, "BLOCK", 512)
+            importlib.reload(fused)
+            patch.setattr(fused, "CHUNK", 1024)  # small, because interpreting is slow
+            patch.setattr(fused, "BLOCK", 512)
         yield
     if DEVICE == "cpu":
-        importlib.reload(_fused)
+        importlib.reload(fused)
 
 
 def on_device(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    from dirprune import _fused
+    from dirprune.optim import fused
 
-    size = 2 * _fused.CHUNK + 17  # so that three programs of the kernel share this parameter
+    size = 2 * fused.CHUNK + 17  # so that three programs of the kernel share this parameter
     extra = [nn.Parameter(torch.randn(size, generator=torch.Generator().manual_seed(5)).to(dtype))]
     return [nn.Parameter(p.detach().to(DEVICE)) for p in [*parameters(dtype), *extra]]
 
@@ -331,17 +331,17 @@ def test_what_a_table_points_to_is_kept() -> None:
 
 
 def test_a_load_leaves_the_tables_that_captured_graphs_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dirprune import _fused
+    from dirprune.optim import fused
 
     tables: list[weakref.ref[torch.Tensor]] = []
-    send = _fused.Launcher._send
+    send = fused.Launcher._send
 
     def watched(launcher: Any, cells: list[int], device: torch.device) -> torch.Tensor:
         table = send(launcher, cells, device)
         tables.append(weakref.ref(table))
         return table
 
-    monkeypatch.setattr(_fused.Launcher, "_send", watched)
+    monkeypatch.setattr(fused.Launcher, "_send", watched)
     params = on_device()
     optimizer = GRDA(params, fused=True)
     drive_on_device(optimizer, params, range(1))
@@ -400,7 +400,7 @@ VECTORS = """
 import re, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dirprune._fused import BLOCK, CHUNK, _COMPILATION, _grda_kernel as kernel
+from dirprune.optim.fused import BLOCK, CHUNK, _COMPILATION, _grda_kernel as kernel
 chosen = dict(PARAM=tl.float32, GRAD=tl.float32, STATE=tl.float32, ALIGNED=True, CHUNK=CHUNK, BLOCK=BLOCK)
 kinds = {name: chosen.get(name, False) for name in kernel.arg_names if name.isupper()}
 signature = {name: "constexpr" if name in kinds else "*i32" for name in kernel.arg_names} | {"table": "*i64"}

@@ -5,21 +5,21 @@ import io
 import math
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import reference
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dirprune import GRDA, prunable_groups, sparsity
-from dirprune.update import grow_thresholds, soft_threshold
+from dirprune.optim.reference import ReferenceGRDA
+from dirprune.optim.threshold import grow_thresholds, soft_threshold
 
 ROOT = Path(__file__).parent.parent
 PATHS: list[dict[str, Any]] = [
@@ -62,22 +62,27 @@ def assert_same(a: list[nn.Parameter], b: list[nn.Parameter]) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("options", SGD_OPTIONS)
 def test_equals_the_slow_reference_with_a_dropping_rate(path: dict[str, Any], options: dict[str, Any]) -> None:
-    steps, c, mu = 300, 0.02, 0.6
     rates = [0.05] * 150 + [0.005] * 100 + [0.02] * 50
-    params = parameters(torch.float64)
-    starts = [p.detach().reshape(-1).tolist() for p in params]
-    optimizer = GRDA(params, lr=rates[0], c=c, mu=mu, **path, **options)
+    params, twins = parameters(torch.float64), parameters(torch.float64)
+    optimizer = GRDA(params, lr=rates[0], c=0.02, mu=0.6, **path, **options)
+    slow = ReferenceGRDA(twins, lr=rates[0], c=0.02, mu=0.6, **options)
     for step, rate in enumerate(rates):
         optimizer.param_groups[0]["lr"] = torch.tensor(rate, dtype=torch.float64) if "capturable" in path else rate
+        slow.param_groups[0]["lr"] = rate
         drive(optimizer, params, range(step, step + 1))
-    seen = [gradients(step, params) for step in range(steps)]
-    for i, p in enumerate(params):
-        rows = [grads[i].reshape(-1).tolist() for grads in seen]
-        expected = reference.grda(starts[i], rows, rates, c=c, mu=mu, **options)
-        torch.testing.assert_close(
-            p.detach().reshape(-1), torch.tensor(expected, dtype=p.dtype), rtol=1e-11, atol=1e-12
-        )
+        drive(slow, twins, range(step, step + 1))
+    for p, q in zip(params, twins, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-12)
     assert 0 < sum(int((p == 0).sum()) for p in params) < sum(p.numel() for p in params)
+
+
+def thresholds(rates: Iterable[float], c: float, mu: float, momentum: float = 0.0) -> list[float]:
+    """Return the thresholds τ₁, τ₂, … for the learning rates γ₁, γ₂, …, in Python floats."""
+    tau, taus = 0.0, []
+    for n, rate in enumerate(rates, start=1):
+        tau += c * (rate / (1 - momentum)) ** (mu + 0.5) * (n**mu - (n - 1) ** mu)
+        taus.append(tau)
+    return taus
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -95,7 +100,7 @@ def test_a_dropped_rate_slows_the_threshold_and_never_lowers_it() -> None:
     # ResNet50/ImageNet: 5,005 steps per epoch, c=.005, mu=.51, a ten-fold drop at epoch 140 of 146.
     per_epoch, c, mu = 5005, 0.005, 0.51
     rates = [0.1] * (140 * per_epoch) + [0.01] * (6 * per_epoch)
-    taus = reference.thresholds(rates, c, mu)
+    taus = thresholds(rates, c, mu)
     assert taus[-1] == pytest.approx(0.469, abs=5e-4)
     assert taus == sorted(taus)
     # The library's thresholds, over the 200 steps around the drop, with step counts as large as they are there.
@@ -117,7 +122,7 @@ def test_the_threshold_uses_the_effective_rate_of_momentum() -> None:
         drive(optimizer, params, range(50))
         taus.append(float(optimizer.state[params[0]]["threshold"]))
     assert taus[0] == pytest.approx(taus[1], rel=1e-12)
-    assert taus[1] == pytest.approx(reference.thresholds([0.01] * 50, 0.003, 0.55, 0.9)[-1], rel=1e-12)
+    assert taus[1] == pytest.approx(thresholds([0.01] * 50, 0.003, 0.55, 0.9)[-1], rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -249,7 +254,7 @@ def test_a_parameter_that_comes_late_starts_at_threshold_zero(path: dict[str, An
         added.grad = torch.ones(3) if step >= 8 else None
         optimizer.step()
     taus = [float(optimizer.state[p]["threshold"]) for p in (early, late, added)]
-    expected = [reference.thresholds([0.1] * n, c, 0.6)[-1] for n, c in [(10, 0.1), (4, 0.1), (2, 0.2)]]
+    expected = [thresholds([0.1] * n, c, 0.6)[-1] for n, c in [(10, 0.1), (4, 0.1), (2, 0.2)]]
     assert taus == pytest.approx(expected, rel=1e-12)
     assert [float(optimizer.state[p]["step"]) for p in (early, late, added)] == [10, 4, 2]
 
@@ -515,7 +520,7 @@ def test_a_step_that_the_grad_scaler_skips_does_not_count() -> None:
         scaler.update()
     state = optimizer.state[model.weight]
     assert float(state["step"]) == 4
-    assert float(state["threshold"]) == pytest.approx(reference.thresholds([0.1] * 4, 0.1, 0.51)[-1], rel=1e-12)
+    assert float(state["threshold"]) == pytest.approx(thresholds([0.1] * 4, 0.1, 0.51)[-1], rel=1e-12)
     assert model.weight.isfinite().all()
 
 
@@ -1063,7 +1068,7 @@ def test_parameters_that_share_their_memory_or_left_their_group_hold_nothing_up(
     optimizer = GRDA([{"params": [one]}, {"params": [other]}], lr=0.1, c=0.01)
     drive(optimizer, [one, other], range(1))
     calls: list[Tensor] = []
-    monkeypatch.setattr("dirprune.optim.adopt_weights", lambda p, _: calls.append(p))
+    monkeypatch.setattr("dirprune.optim.grda.adopt_weights", lambda p, _: calls.append(p))
     drive(optimizer, [one, other], range(1, 4))
     assert calls == []
     optimizer.param_groups[0]["params"] = []

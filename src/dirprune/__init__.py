@@ -14,8 +14,7 @@ if TYPE_CHECKING:
         lam_for_sparsity,
         null_projection,
     )
-    from dirprune.groups import prunable_groups
-    from dirprune.optim import GRDA
+    from dirprune.optim import GRDA, prunable_groups
     from dirprune.zeros import SparsityReport, sparsity
 
 __version__ = "0.1.0"
@@ -42,8 +41,7 @@ __all__ = [
 
 # Each name is imported when it is first used, so that `dirprune --help` does not wait for torch.
 _HOMES = {
-    "optim": ("GRDA",),
-    "groups": ("prunable_groups",),
+    "optim": ("GRDA", "prunable_groups"),
     "cost": ("macs",),
     "zeros": ("SparsityReport", "sparsity"),
     "curvature": ("Eigenpairs", "HessianOperator", "top_eigenpairs"),

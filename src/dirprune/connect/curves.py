@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dirprune._support.batches import Batch, Loss, examples_in, mean_loss, moved, pairs, refuse_iterator
 from dirprune._support.graphs import Captured, precision
 from dirprune._support.modes import seeded
+from dirprune._support.rates import set_lr
 from dirprune.connect.batchnorm import lacks_variance
 from dirprune.connect.landscape import Evaluator, Loaders, Measurement, check_loaders, means, profile_points, tally
-from dirprune.options import set_lr
 from dirprune.weights import Weights, check_alike, check_fits, check_named, flatten, stateless, unflatten
 
 

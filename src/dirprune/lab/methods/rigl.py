@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
-from dirprune.groups import normalises
 from dirprune.lab.data.loader import generator
 from dirprune.lab.methods.masks import Masked, interval, keep_largest, whole_counts
 from dirprune.lab.methods.method import check_fraction, check_sparsity
+from dirprune.optim.groups import normalises
 
 
 def erk_densities(shapes: Sequence[Sequence[int]], density: float) -> list[float]:

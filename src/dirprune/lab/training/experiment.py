@@ -27,7 +27,7 @@ from dirprune.lab.training.processes import Process
 from dirprune.lab.training.recipes import Recipe
 from dirprune.lab.training.reward import Reward
 from dirprune.lab.training.runs import Outcome, Run, check_unchanged
-from dirprune.options import MACHINE
+from dirprune.optim.options import MACHINE
 
 SAVE_SECONDS = 60.0
 """By default, a checkpoint is written when the last one is at least this old."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dirprune import GRDA
 from dirprune.lab.training.execution import Execution
-from dirprune.update import soft_threshold
+from dirprune.optim.threshold import soft_threshold
 
 
 class Lean:

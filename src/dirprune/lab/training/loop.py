@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dirprune._support.modes import eval_mode, seeded
+from dirprune._support.rates import set_lr
 from dirprune.connect.batchnorm import batchnorms, estimate_statistics
 from dirprune.lab.data.loader import Batching, Loader
 from dirprune.lab.methods.method import Method
@@ -22,7 +23,6 @@ from dirprune.lab.training.execution import Execution, PlainScoring, Scoring, Ta
 from dirprune.lab.training.lean import lowered
 from dirprune.lab.training.processes import Process
 from dirprune.lab.training.schedules import Schedule
-from dirprune.options import set_lr
 
 CHECK_EVERY = 200
 """Steps between checks of the loss for divergence; each check waits for the device."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dirprune._support.graphs import is_capturing
-from dirprune.state import check_devices, check_shapes
+from dirprune.optim.state import check_devices, check_shapes
+from dirprune.optim.update import Rule, Tensors
 
 CHUNK = 8192
 """Elements per program: enough to make up for reading the addresses and computing the threshold."""
@@ -186,11 +187,24 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
         tl.store(threshold, tau)
 
 
+class _Launch(NamedTuple):
+    """One launch of the kernel."""
+
+    tensors: tuple[Tensor, ...]
+    """The kernel's first six arguments."""
+    kinds: dict[str, Any]
+    """Its arguments that are compiled in."""
+
+
+_Moved = tuple[Tensor, Tensor, Tensor]
+"""A parameter, its copy, and its gradient or a copy of that."""
+
+
 class Launcher:
     """Launches the kernel for one parameter group, and keeps its maps of chunks and tables of addresses.
 
-    Call it like `dirprune.update.grda`. It launches once per combination of dtypes, of which there is usually one. It
-    must outlive the CUDA graphs that it was captured in: they read its tables.
+    Call it like `dirprune.optim.update.take_step`. It launches once per combination of dtypes, of which there is
+    usually one. It must outlive the CUDA graphs that it was captured in: they read its tables.
     """
 
     def __init__(self) -> None:
@@ -199,93 +213,74 @@ class Launcher:
         self._aside: Any = None  # a stream for copies that a capture must not record
         self._captured: list[Any] = []
         self._signature: tuple[Any, ...] | None = None
-        self._launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._launches: list[_Launch] = []
         self._held: tuple[Any, ...] = ()
 
-    def __call__(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        accumulators: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        steps: Sequence[Tensor],
-        thresholds: Sequence[Tensor],
-        *,
-        lr: float | Tensor,
-        c: float,
-        mu: float,
-        momentum: float,
-        nesterov: bool,
-        weight_decay: float,
-        maximize: bool,
-    ) -> None:
+    def __call__(self, tensors: Tensors, rule: Rule) -> None:
         """Take one step."""
-        device = params[0].device
+        device = tensors.params[0].device
+        lr = rule.lr
         if isinstance(lr, Tensor) and lr.device != device:
             lr = float(lr) if lr.is_cpu else lr.to(device)
-        moved: list[tuple[Tensor, ...]] = []
-        numbers = (lr.data_ptr() if isinstance(lr, Tensor) else lr, c, mu, momentum, nesterov, weight_decay, maximize)
-        state = (accumulators, buffers or accumulators, steps, thresholds)
-        where = _whereabouts((params, grads, accumulators, buffers), (steps, thresholds))
-        signature = (numbers, _stream(device), *where)
+        moved: list[_Moved] = []
+        signature = (
+            lr.data_ptr() if isinstance(lr, Tensor) else lr,
+            rule[1:],
+            _stream(device),
+            *_whereabouts(tensors),
+        )
         if signature != self._signature:
-            scalars = [0.0 if isinstance(lr, Tensor) else lr, c, mu, momentum, weight_decay]
-            flags = {"MOMENTUM": momentum != 0, "NESTEROV": nesterov, "WEIGHT_DECAY": weight_decay != 0}
-            flags |= {"MAXIMIZE": maximize, "LR_TENSOR": isinstance(lr, Tensor)}
-            self._launches, moved = self._plan(params, grads, state, scalars, lr, flags)
+            self._launches, moved = self._plan(tensors, rule, lr)
             self._signature = None if moved else signature
-            self._held = (*map(list, state), lr)  # an address identifies a tensor only as long as it lives
+            # An address identifies a tensor only as long as it lives.
+            self._held = (*map(list, tensors[2:]), lr)
         if is_capturing(device):
             self._captured.append((self._launches, self._held))  # what a graph reads must live as long as the graph
-        for arguments, kinds in self._launches:
-            grid = (arguments[1].numel(),)
+        for launch in self._launches:
+            grid = (launch.tensors[1].numel(),)
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                _grda_kernel[grid](*arguments, **kinds, CHUNK=CHUNK, BLOCK=BLOCK, **_COMPILATION)
+                _grda_kernel[grid](*launch.tensors, **launch.kinds, CHUNK=CHUNK, BLOCK=BLOCK, **_COMPILATION)
         for p, w, _ in moved:
             p.copy_(w)
-        torch.autograd.graph.increment_version(params)  # autograd does not see a kernel's writes
+        torch.autograd.graph.increment_version(tensors.params)  # autograd does not see a kernel's writes
 
-    def _plan(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        state: Sequence[Sequence[Tensor]],
-        scalars: list[float],
-        lr: float | Tensor,
-        flags: dict[str, bool],
-    ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[tuple[Tensor, ...]]]:
-        """Return the arguments of the launches, and (parameter, its copy, its gradient's copy) where layouts differ."""
-        check_shapes(params, state[0])
+    def _plan(self, tensors: Tensors, rule: Rule, lr: float | Tensor) -> tuple[list[_Launch], list[_Moved]]:
+        """Return the launches of a step, one for each combination of dtypes, and what they move to another layout."""
+        params, grads, accumulators = tensors[:3]
+        check_shapes(params, accumulators)
+        flags = {
+            "MOMENTUM": rule.momentum != 0,
+            "NESTEROV": rule.nesterov,
+            "WEIGHT_DECAY": rule.weight_decay != 0,
+            "MAXIMIZE": rule.maximize,
+            "LR_TENSOR": isinstance(lr, Tensor),
+        }
+        scalars = [0.0 if isinstance(lr, Tensor) else lr, rule.c, rule.mu, rule.momentum, rule.weight_decay]
         kinds: dict[tuple[torch.device, torch.dtype, torch.dtype, torch.dtype], list[int]] = {}
-        for i, (p, g, v) in enumerate(zip(params, grads, state[0], strict=True)):
+        for i, (p, g, v) in enumerate(zip(params, grads, accumulators, strict=True)):
             kinds.setdefault((p.device, p.dtype, g.dtype, v.dtype), []).append(i)
-        launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        moved: list[tuple[Tensor, ...]] = []
+        launches: list[_Launch] = []
+        moved: list[_Moved] = []
         for (device, param_dtype, grad_dtype, state_dtype), members in kinds.items():
-            rows = []
-            for i in members:
-                v, buffer, step, threshold = held = [tensors[i] for tensors in state]
-                check_devices(params[i], grads[i], *held)
-                w, g = (
-                    t if _same_layout(t, v) else torch.empty_like(v, dtype=t.dtype).copy_(t)
-                    for t in (params[i], grads[i])
-                )
-                if w is not params[i] or g is not grads[i]:
-                    moved.append((params[i], w, g))
-                rows.append(
-                    [*(t.data_ptr() for t in (w, g, v, buffer)), v.numel(), step.data_ptr(), threshold.data_ptr()]
-                )
-            tensor, index, count, arrivals = self._map(tuple(row[4] for row in rows), device)
+            rows = [self._row(tensors, i, moved) for i in members]
             table = self._send([*map(_bits, scalars), *(cell for row in rows for cell in row)], device)
-            types = {
-                "PARAM": _TRITON[param_dtype],
-                "GRAD": _TRITON[grad_dtype],
-                "STATE": _TRITON[state_dtype],
-            }
+            types = {"PARAM": _TRITON[param_dtype], "GRAD": _TRITON[grad_dtype], "STATE": _TRITON[state_dtype]}
             aligned = all(address % 16 == 0 for row in rows for address in row[:4])
-            arguments = (table, tensor, index, count, arrivals, lr if isinstance(lr, Tensor) else table)
-            launches.append((arguments, {**types, **flags, "ALIGNED": aligned}))
+            chunks = self._map(tuple(row[4] for row in rows), device)
+            rate = lr if isinstance(lr, Tensor) else table
+            launches.append(_Launch((table, *chunks, rate), {**types, **flags, "ALIGNED": aligned}))
         return launches, moved
+
+    def _row(self, tensors: Tensors, i: int, moved: list[_Moved]) -> list[int]:
+        """Return a parameter's row of the table; what is not laid out as the accumulator is goes to a copy that is."""
+        p, grad, v = (tensors[k][i] for k in range(3))
+        buffer = tensors.buffers[i] if tensors.buffers else v
+        step, threshold = tensors.steps[i], tensors.thresholds[i]
+        check_devices(p, grad, v, buffer, step, threshold)
+        w, g = (t if _same_layout(t, v) else torch.empty_like(v, dtype=t.dtype).copy_(t) for t in (p, grad))
+        if w is not p or g is not grad:
+            moved.append((p, w, g))
+        return [*(t.data_ptr() for t in (w, g, v, buffer)), v.numel(), step.data_ptr(), threshold.data_ptr()]
 
     def _map(self, sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
         """Return the tensor and the chunk of each program, the number of programs per tensor, and arrival counters."""
@@ -327,16 +322,16 @@ class Launcher:
         return table
 
 
-def _whereabouts(per_element: Sequence[Sequence[Tensor]], scalars: Sequence[Sequence[Tensor]]) -> Iterator[list[Any]]:
+def _whereabouts(tensors: Tensors) -> Iterator[list[Any]]:
     """Yield all that decides where the kernel reads and writes; with `map`, because it runs in every step."""
-    for tensors in per_element:
-        yield list(map(Tensor.data_ptr, tensors))
-    yield list(map(Tensor.numel, per_element[0]))
-    for tensors in per_element[:2]:  # others may replace parameters and gradients
-        yield list(map(Tensor.stride, tensors))
-        yield list(map(_DTYPE, tensors))
-    for numbers in scalars:  # kept alive while their addresses are in use, so identity is enough
-        yield list(map(id, numbers))
+    for per_element in tensors[:4]:
+        yield list(map(Tensor.data_ptr, per_element))
+    yield list(map(Tensor.numel, tensors.params))
+    for replaceable in tensors[:2]:  # others may replace parameters and gradients
+        yield list(map(Tensor.stride, replaceable))
+        yield list(map(_DTYPE, replaceable))
+    for scalars in tensors[4:]:  # kept alive while their addresses are in use, so identity is enough
+        yield list(map(id, scalars))
 
 
 def _stream(device: torch.device) -> int:

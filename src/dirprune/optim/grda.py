@@ -1,7 +1,7 @@
 """gRDA: generalized regularized dual averaging, the optimizer that prunes while it trains.
 
-The class follows the conventions of torch optimizers. The mathematics is in `dirprune.update`, the checks of its
-options are in `dirprune.options`, and the state of each parameter is in `dirprune.state`.
+The class follows the conventions of torch optimizers. The equations alone are in `reference`, the step on every path in
+`update` and `fused`, the checks of the options in `options`, and the state of each parameter in `state`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from dirprune._support.graphs import is_capturing
-from dirprune.options import MACHINE, MATHEMATICS, check_options, number, place_lr, set_lrs
-from dirprune.state import adopt_weights, check_shapes, check_state, first_state, local, place_states, put_state
-from dirprune.update import grda
+from dirprune._support.rates import place_lr
+from dirprune.optim.options import check_options
+from dirprune.optim.state import Loading, adopt_weights, check_shapes, first_state, local
+from dirprune.optim.update import Rule, Tensors, take_step
 
 _PLAIN = {Tensor, nn.Parameter}
 # Read from every tensor at every step, with `map`: a Python loop would take longer than the update on the device.
@@ -124,29 +125,12 @@ class GRDA(Optimizer):
         The mathematical options (lr, c, mu, …) come from the saved state. The options of execution (foreach, fused,
         capturable) stay as they are in this optimizer. If the state does not fit, nothing changes.
         """
-        machine = [{key: group[key] for key in (*MACHINE, "lr")} for group in self.param_groups]
-        placed: dict[Tensor, dict[str, Any]] = {}
-
-        def check(_: Optimizer, final: dict[str, Any]) -> None:
-            check_state(self.param_groups, final)
-            placed.update(place_states(self.param_groups, final, _scalar_device))
-
-        def restore(_: Optimizer) -> None:
-            rates = [number(group["lr"]) for group in self.param_groups]
-            for group, own in zip(self.param_groups, machine, strict=True):
-                for key in MATHEMATICS:
-                    group.setdefault(key, self.defaults[key])
-                group.update(own)
-            set_lrs(self.param_groups, rates)
-            for p, state in placed.items():
-                put_state(self.state[p], before.get(p, {}), state)
-
+        loading = Loading(self, _scalar_device)
         # torch casts every state tensor to its parameter's dtype. These two hooks undo that. The first one runs last
         # before loading, so that it sees the state as other hooks left it. The second one runs first after loading.
-        before = {p: dict(state) for p, state in self.state.items()}
         hooks = (
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
+            self.register_load_state_dict_pre_hook(loading.check),
+            self.register_load_state_dict_post_hook(loading.finish, prepend=True),
         )
         try:
             super().load_state_dict(state_dict)
@@ -221,16 +205,10 @@ class GRDA(Optimizer):
                 check_options(group, wait=False)
         self._adopt()
         for index, group in enumerate(self.param_groups):
-            params: list[Tensor] = []
-            grads: list[Tensor] = []
-            accumulators: list[Tensor] = []
-            buffers: list[Tensor] = []
-            steps: list[Tensor] = []
-            thresholds: list[Tensor] = []
-            self._init_group(group, params, grads, accumulators, buffers, steps, thresholds)
-            lists = (params, grads, accumulators, buffers, steps, thresholds)
-            for on_one_device in _by_device(lists):
-                self._update(index, group, *on_one_device)
+            tensors = Tensors([], [], [], [], [], [])
+            self._init_group(group, *tensors)
+            for on_one_device in tensors.by_device():
+                self._update(index, group, on_one_device)
         if not torch.compiler.is_compiling():
             self._versions = [_versions(group) for group in self.param_groups]
         return loss
@@ -251,39 +229,25 @@ class GRDA(Optimizer):
                 if old != new and "accumulator" in self.state.get(p, ()):
                     adopt_weights(p, self.state[p])
 
-    def _update(self, index: int, group: dict[str, Any], params: list[Tensor], *lists: list[Tensor]) -> None:
+    def _update(self, index: int, group: dict[str, Any], tensors: Tensors) -> None:
         """Step the parameters of a group that are on one device."""
-        path = _choose_path(group, params, lists[0])
+        params, grads, accumulators = tensors[:3]
+        path = _choose_path(group, params, grads)
         _refuse_capture(group, params[0])
-        options = {key: group[key] for key in MATHEMATICS}
         if path == "fused":
-            self._launcher(index, params[0].device)(params, *lists, **options)
-        else:
-            if not torch.compiler.is_compiling():
-                check_shapes(params, lists[1])
-            grda(params, *lists, **options, foreach=path == "foreach", capturable=group["capturable"])
+            self._launcher(index, params[0].device)(tensors, Rule.of(group))
+            return
+        if not torch.compiler.is_compiling():
+            check_shapes(params, accumulators)
+        take_step(tensors, Rule.of(group), foreach=path == "foreach", capturable=group["capturable"])
 
     def _launcher(self, index: int, device: torch.device) -> Any:
         key = (index, device)
         if key not in self._launchers:
-            from dirprune._fused import Launcher
+            from dirprune.optim.fused import Launcher
 
             self._launchers[key] = Launcher()
         return self._launchers[key]
-
-
-def _by_device(lists: tuple[list[Tensor], ...]) -> list[list[list[Tensor]]]:
-    """Split the lists by the device of the parameters, which come first; usually there is one device."""
-    params = lists[0]
-    if not params:
-        return []
-    if torch.compiler.is_compiling() or len(set(map(Tensor.get_device, params))) == 1:
-        return [list(lists)]
-    split = []
-    for device in dict.fromkeys(p.device for p in params):
-        members = [i for i, p in enumerate(params) if p.device == device]
-        split.append([[tensors[i] for i in members] if tensors else [] for tensors in lists])
-    return split
 
 
 def _versions(group: dict[str, Any]) -> list[int]:
@@ -324,10 +288,10 @@ def _scalar_device(group: dict[str, Any], p: Tensor) -> torch.device:
 def _fused_obstacle(params: Iterable[Tensor]) -> str | None:
     """Return why the fused path cannot run on these parameters, or None."""
     try:
-        from dirprune import _fused
+        from dirprune.optim import fused
     except ImportError:
         return "the triton package is not installed"
-    return _fused.obstacle(params)
+    return fused.obstacle(params)
 
 
 def _laid_out(grad: Any, p: Tensor) -> Tensor:

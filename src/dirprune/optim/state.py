@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from dirprune.options import MACHINE, check_options
+from dirprune._support.rates import number, set_lrs
+from dirprune.optim.options import MACHINE, MATHEMATICS, check_options
 
 _PER_ELEMENT = ("accumulator", "momentum_buffer")
 _PER_PARAMETER = ("step", "threshold")
@@ -29,6 +31,39 @@ def accumulator_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
+class Loading:
+    """Loads a state in the precision it was saved in, and leaves the options of this machine as they are.
+
+    ``scalar_device(group, p)`` returns the device for a parameter's step and threshold.
+    """
+
+    def __init__(self, optimizer: Optimizer, scalar_device: Callable[[dict[str, Any], Tensor], torch.device]) -> None:
+        self._scalar_device = scalar_device
+        self._states = {p: dict(state) for p, state in optimizer.state.items()}
+        self._machine = [{key: group[key] for key in (*MACHINE, "lr")} for group in optimizer.param_groups]
+        self._loaded: dict[Tensor, dict[str, Any]] = {}
+
+    def check(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Raise if the state does not fit, and copy it before torch casts it."""
+        check_state(optimizer.param_groups, state_dict)
+        for group, saved_group in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+            for saved_id, p in zip(saved_group["params"], group["params"], strict=True):
+                saved = state_dict["state"].get(saved_id)
+                if saved:
+                    self._loaded[p] = _place_state(saved, p, self._scalar_device(group, p))
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """Put the copies in the place of what torch has cast, and give the groups the options of this machine."""
+        rates = [number(group["lr"]) for group in optimizer.param_groups]
+        for group, own in zip(optimizer.param_groups, self._machine, strict=True):
+            for key in MATHEMATICS:
+                group.setdefault(key, optimizer.defaults[key])
+            group.update(own)
+        set_lrs(optimizer.param_groups, rates)
+        for p, state in self._loaded.items():
+            put_state(optimizer.state[p], self._states.get(p, {}), state)
+
+
 def check_state(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
     """Raise a ValueError that names what does not fit; nothing has been changed by then."""
     if "state" not in state_dict or "param_groups" not in state_dict:
@@ -39,16 +74,16 @@ def check_state(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> Non
             f"state_dict has {len(saved_groups)} parameter groups and this optimizer {len(groups)}; "
             "make the optimizer with the groups it was saved with"
         )
-    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+    for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         if len(group["params"]) != len(saved["params"]):
             raise ValueError(
-                f"state_dict has {len(saved['params'])} parameters in group {number} and this optimizer "
+                f"state_dict has {len(saved['params'])} parameters in group {index} and this optimizer "
                 f"{len(group['params'])}; load it into an optimizer of the same model"
             )
         missing = [key for key in ("lr", "c", "mu") if key not in saved]
         if missing:
             raise ValueError(
-                f"state_dict is not one of GRDA's: group {number} has no {', '.join(missing)}; start a new GRDA on the "
+                f"state_dict is not one of GRDA's: group {index} has no {', '.join(missing)}; start a new GRDA on the "
                 "trained weights instead"
             )
         check_options({**group, **saved, **{key: group[key] for key in MACHINE}})
@@ -80,24 +115,6 @@ def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor) -> None:
                 f"state_dict has {key} for parameter {name} that is not sharded as the parameter is; load it with "
                 "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             )
-
-
-def place_states(
-    groups: list[dict[str, Any]],
-    state_dict: dict[str, Any],
-    scalar_device: Callable[[dict[str, Any], Tensor], torch.device],
-) -> dict[Tensor, dict[str, Any]]:
-    """Return copies of all saved states, on the devices where this optimizer keeps them, with no loss of precision.
-
-    ``scalar_device(group, p)`` returns the device for a parameter's step and threshold.
-    """
-    placed: dict[Tensor, dict[str, Any]] = {}
-    for group, saved_group in zip(groups, state_dict["param_groups"], strict=True):
-        for saved_id, p in zip(saved_group["params"], group["params"], strict=True):
-            saved = state_dict["state"].get(saved_id)
-            if saved:
-                placed[p] = _place_state(saved, p, scalar_device(group, p))
-    return placed
 
 
 def _place_state(saved: dict[str, Any], p: Tensor, scalar_device: torch.device) -> dict[str, Any]:

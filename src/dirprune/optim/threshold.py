@@ -1,0 +1,85 @@
+"""The threshold: how it grows from step to step, and how it makes zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softshrink
+
+ZERO = torch.zeros((), device="cpu")
+"""Adding this tensor takes a third of the time of adding 0.0, and for small tensors the call is the whole cost."""
+
+
+def growth(n: Any, *, rate: Any, c: float, mu: float) -> Any:
+    """Return the growth of the threshold, τₙ − τₙ₋₁ = c·γ^(μ+½)·(n^μ − (n−1)^μ), for numbers or tensors.
+
+    Give n in float64: n^μ − (n−1)^μ cancels, and float32 would lose a few percent of it after some 10⁵ steps.
+    """
+    return c * rate ** (mu + 0.5) * (n**mu - (n - 1) ** mu)
+
+
+def grow_thresholds(
+    steps: list[Tensor], thresholds: list[Tensor], lr: float | Tensor, c: float, mu: float, momentum: float = 0.0
+) -> None:
+    """Set n ← n + 1, then τ ← τ + growth(n), in place, with the effective rate γ = lr/(1−momentum).
+
+    A scheduler that ends at 0 may end slightly below it by rounding. γ^(μ+½) would be NaN there, so a negative rate
+    counts as 0.
+    """
+    if isinstance(lr, Tensor) or not are_numbers(steps):
+        torch._foreach_add_(steps, 1.0)
+        if c:
+            n = torch.stack(tuple(steps))
+            rate = lr.to(n).clamp(min=0) if isinstance(lr, Tensor) else max(lr, 0.0)
+            torch._foreach_add_(thresholds, list(growth(n, rate=rate / (1 - momentum), c=c, mu=mu).unbind()))
+        return
+    # On the host, adding scalar tensors takes half the time of adding numbers.
+    scalar = partial(torch.tensor, dtype=torch.float64, device="cpu")
+    torch._foreach_add_(steps, [scalar(1.0)] * len(steps))
+    if c:
+        counts = [step.item() for step in steps]
+        rate = max(lr, 0.0) / (1 - momentum)
+        grown = {n: scalar(growth(n, rate=rate, c=c, mu=mu)) for n in set(counts)}  # usually one
+        torch._foreach_add_(thresholds, [grown[n] for n in counts])
+
+
+def are_numbers(scalars: Sequence[Tensor]) -> bool:
+    """Return whether the host can read these scalars now: they are neither on a device, nor traced, nor fake."""
+    return not torch.compiler.is_compiling() and scalars[0].is_cpu and type(scalars[0]) is Tensor
+
+
+def soft_threshold(v: Tensor, tau: float | Tensor, *, out: Tensor) -> None:
+    """Write sign(v)·max(|v| − τ, 0) to ``out``; values within ±τ become +0.0, and NaN stays NaN."""
+    if isinstance(tau, Tensor):
+        tau = tau.to(v.dtype)
+        out.copy_(v - v.clamp(-tau, tau))
+        if out.dtype != v.dtype:
+            out.add_(0.0)  # see below
+        return
+    if out.dtype == v.dtype:
+        softshrink(v, tau, out=out)  # type: ignore[call-arg]  # torch's annotation lacks out
+        if (
+            v.is_cpu
+            and v.is_contiguous()
+            and out.is_contiguous()
+            and not _softshrink_leaves_negative_zeros(v.numel(), v.dtype, torch.get_num_threads())
+        ):
+            return
+    else:
+        out.copy_(softshrink(v, tau))
+    out.add_(ZERO)  # −0.0 + 0.0 = +0.0; a cast to lower precision can underflow to −0.0 too
+
+
+@cache
+def _softshrink_leaves_negative_zeros(numel: int, dtype: torch.dtype, threads: int) -> bool:
+    """Return whether softshrink gives −0.0 anywhere in a contiguous tensor of this size.
+
+    Torch's scalar code gives −0.0, its vectorised code does not. Which of them handles an element depends on the size
+    and on the number of threads. One test per size saves most large tensors a pass over memory.
+    """
+    probe = softshrink(torch.full((numel,), -0.5, dtype=dtype, device="cpu"), 1.0)
+    return bool(torch.signbit(probe).any())

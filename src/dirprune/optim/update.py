@@ -1,0 +1,122 @@
+"""One step of gRDA: the mathematics, as pure functions on lists of tensors.
+
+`take_step` is the functional form of `dirprune.GRDA`. The single-tensor path is the plain statement of the update; the
+foreach path here and the fused kernel in `dirprune.optim.fused` compute the same numbers, faster on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dirprune.optim.options import MATHEMATICS
+from dirprune.optim.threshold import ZERO, are_numbers, grow_thresholds, soft_threshold
+
+
+class Tensors(NamedTuple):
+    """What a step reads and writes: entry i of every list belongs to parameter i."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    accumulators: list[Tensor]
+    buffers: list[Tensor]
+    """Of momentum; empty without it."""
+    steps: list[Tensor]
+    thresholds: list[Tensor]
+    """Like the steps float64 scalars: on the host, or on the parameters' device, where no step waits for the host."""
+
+    def by_device(self) -> list[Tensors]:
+        """Split the lists by the device of the parameters; usually there is one device."""
+        if not self.params:
+            return []
+        if torch.compiler.is_compiling() or len(set(map(Tensor.get_device, self.params))) == 1:
+            return [self]
+        split = []
+        for device in dict.fromkeys(p.device for p in self.params):
+            members = [i for i, p in enumerate(self.params) if p.device == device]
+            split.append(Tensors(*([tensors[i] for i in members] if tensors else [] for tensors in self)))
+        return split
+
+
+class Rule(NamedTuple):
+    """The numbers that say what a step computes."""
+
+    lr: float | Tensor
+    c: float
+    mu: float
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> Rule:
+        """Return the rule of a parameter group."""
+        return cls(*[group[name] for name in MATHEMATICS])
+
+
+def take_step(tensors: Tensors, rule: Rule, *, foreach: bool = False, capturable: bool = False) -> None:
+    """Take one gRDA step, in place, on tensors of one device; ``foreach`` needs steps and thresholds on the host."""
+    steps, thresholds = tensors.steps, tensors.thresholds
+    if capturable or not are_numbers(steps):
+        grow_thresholds(steps, thresholds, rule.lr, rule.c, rule.mu, rule.momentum)
+        _step_each(tensors, thresholds, rule)
+        return
+    rule = rule._replace(lr=float(rule.lr))
+    grow_thresholds(steps, thresholds, rule.lr, rule.c, rule.mu, rule.momentum)
+    taus = [threshold.item() for threshold in thresholds]
+    (_step_together if foreach else _step_each)(tensors, taus, rule)
+
+
+def _step_each(tensors: Tensors, taus: Sequence[Tensor] | list[float], rule: Rule) -> None:
+    lr = rule.lr
+    for i, (param, grad, v) in enumerate(zip(*tensors[:3], strict=True)):
+        tau = taus[i]
+        if rule.weight_decay or rule.momentum:
+            grad = (grad.to_dense() if grad.is_sparse else grad).to(v.dtype)
+        if rule.maximize:
+            grad = -grad
+        if rule.weight_decay:
+            grad = _add_scaled(grad, param, rule.weight_decay)
+        if rule.momentum:
+            buffer = tensors.buffers[i].mul_(rule.momentum).add_(grad)
+            grad = _add_scaled(grad, buffer, rule.momentum) if rule.nesterov else buffer
+        if isinstance(tau, Tensor):  # a product with a scalar tensor keeps the gradient's precision, hence the cast
+            v.sub_(grad.to(v.dtype) * (lr.to(v) if isinstance(lr, Tensor) else lr))
+        else:
+            v.add_(grad, alpha=-float(lr))
+        soft_threshold(v, tau, out=param)
+
+
+def _add_scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    # torch.compile bakes the first `alpha` it sees into the graph, and would miss later changes by a scheduler.
+    return a + scale * b.to(a.dtype) if torch.compiler.is_compiling() else a.add(b, alpha=scale)
+
+
+def _step_together(tensors: Tensors, taus: list[float], rule: Rule) -> None:
+    params, directions, vs, buffers = tensors[:4]
+    if rule.weight_decay or rule.momentum:
+        directions = [g.to(v.dtype) for g, v in zip(directions, vs, strict=True)]
+    if rule.maximize:
+        directions = list(torch._foreach_neg(directions))
+    if rule.weight_decay:
+        decayed = [p.to(v.dtype) for p, v in zip(params, vs, strict=True)]
+        directions = list(torch._foreach_add(directions, decayed, alpha=rule.weight_decay))
+    if rule.momentum:
+        torch._foreach_mul_(buffers, rule.momentum)
+        torch._foreach_add_(buffers, directions)
+        directions = list(torch._foreach_add(directions, buffers, alpha=rule.momentum)) if rule.nesterov else buffers
+    torch._foreach_add_(vs, directions, alpha=-float(rule.lr))
+    # −clamp(v, −τ, τ) + v, computed in the parameters' own memory if they have the accumulator's precision.
+    shrunk = [p if p.dtype == v.dtype else torch.empty_like(v) for p, v in zip(params, vs, strict=True)]
+    torch._foreach_copy_(shrunk, vs)
+    torch._foreach_clamp_max_(shrunk, taus)
+    torch._foreach_clamp_min_(shrunk, [-tau for tau in taus])
+    torch._foreach_neg_(shrunk)
+    torch._foreach_add_(shrunk, vs)
+    for p, s in zip(params, shrunk, strict=True):
+        if s is not p:
+            p.copy_(s).add_(ZERO)  # a value that underflows in the cast keeps its sign: −0.0 + 0.0 = +0.0
