@@ -169,6 +169,16 @@ def test_malicious_archive_is_refused(server: Server, tmp_path: Path, evil: tupl
     assert not Path("/tmp/dirprune-outside.txt").exists()
 
 
+def test_an_archive_costs_no_more_memory_than_the_official_one(server: Server, tmp_path: Path) -> None:
+    long = member("././@LongLink", bytes(2**20), type=tarfile.GNUTYPE_LONGNAME)
+    pax = member("header", bytes(2**20), type=tarfile.XHDTYPE)
+    for evil, message in (([long], "1048576 bytes"), ([pax], "1048576 bytes"), ([member("set/a")] * 1000, "members")):
+        server.body = tar(*evil)
+        with pytest.raises(DownloadError, match=message):
+            get(server, tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_archive_placed_by_hand_is_used_and_kept(server: Server, tmp_path: Path) -> None:
     (tmp_path / "set.tar.gz").write_bytes(server.body)
     assert get(server, tmp_path).source == "archive"

@@ -244,12 +244,15 @@ def test_validation_is_held_out_by_class(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("damage", ["cut short", "not an image"])
+@pytest.mark.parametrize("damage", ["cut short", "not an image", "12,000 pixels wide and high"])
 def test_corrupt_image_is_named(tmp_path: Path, workers: int, damage: str) -> None:
     for part in ("train", "val"):
         saved(tmp_path / part / "ant" / "good.jpg", (300, 300))
     bad = saved(tmp_path / "train" / "ant" / "bad.jpg", (300, 300))
-    bad.write_bytes(bad.read_bytes()[:3000] if damage == "cut short" else b"hello")
+    if "pixels" in damage:
+        Image.new("1", (12_000, 12_000)).save(bad, "png")  # 20 kB, and 432 MB as RGB
+    else:
+        bad.write_bytes(bad.read_bytes()[:3000] if damage == "cut short" else b"hello")
     data = load("imagenet", batch_size=4, seed=0, root=tmp_path, workers=workers)
     with pytest.raises(ValueError, match=rf"^{bad}: not a readable image .*; replace or remove it$"):
         list(data.train.epoch(0))

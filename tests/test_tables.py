@@ -40,6 +40,20 @@ def test_rows_come_back_exactly_and_the_file_is_plain_csv(tmp_path: Path) -> Non
     assert math.isnan(read_rows(path, Point)[0].value)
 
 
+def test_no_cell_is_a_formula_to_a_spreadsheet_and_every_text_comes_back(tmp_path: Path) -> None:
+    dangerous = "=+-@\t\r\n＝＋－＠"
+    texts = [quotes + first + "1+A1" for quotes in ("", "'", "''") for first in dangerous]
+    harmless = ["", "'", "'a", "a=1", "-1.5", "+1e-5", "-inf", "μ", "5-4"]
+    rows = [Point(text, -3, -0.5, True) for text in (*texts, *harmless)]
+    write_rows(tmp_path / "points.csv", Point, rows)
+    assert read_rows(tmp_path / "points.csv", Point) == rows
+    with (tmp_path / "points.csv").open(newline="") as file:
+        written = list(csv.reader(file))[1:]
+    assert not [row for row in written if row[0].startswith(tuple(dangerous)) and row[0] not in harmless]
+    assert [row[0] for row in written[len(texts) :]] == harmless
+    assert {tuple(row[1:]) for row in written} == {("-3", "-0.5", "True")}
+
+
 def test_merged_rows_take_the_place_of_their_like_and_leave_the_others(tmp_path: Path) -> None:
     path = tmp_path / "points.csv"
     merge_rows(path, Point, POINTS, key=["name"])

@@ -16,6 +16,8 @@ from typing import Literal
 from torch.hub import download_url_to_file
 
 BLOCK = 2**18
+MEMBERS = 1000
+"""The most members that an archive is searched for; the official ones have ten."""
 
 
 class DownloadError(RuntimeError):
@@ -161,12 +163,23 @@ def unpack(packed: Path, archive: Archive, to: Path) -> None:
                 (fresh / name).replace(folder / name)
 
 
+class _Frugal(gzip.GzipFile):
+    """A compressed tar, whose names and headers are read at once, and therefore may not be larger than a block."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= BLOCK:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return super().read(size)
+
+
 def _extract(packed: Path, archive: Archive, into: Path) -> None:
     """Extract the expected members to into/NAME. The file names come from this module, never from the archive."""
     expected = {PurePosixPath(archive.folder, name): name for name in archive.files}
     try:
-        with tarfile.open(packed, "r:gz") as tar:
-            for member in tar:
+        with _Frugal(packed) as unzipped, tarfile.open(fileobj=unzipped, mode="r:") as tar:
+            for number, member in enumerate(tar):
+                if number == MEMBERS:
+                    raise DownloadError(f"{packed} is refused: it has more than {MEMBERS} members")
                 path = PurePosixPath(member.name)
                 if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
                     raise DownloadError(f"{packed} is refused: {member.name!r} is a link or leaves its folder")

@@ -4,6 +4,7 @@ import math
 import os
 import random
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,9 +125,11 @@ def crop_resize(image: Image.Image, box: Box) -> Image.Image:
 def read_image(path: str, chance: random.Random | None) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """Read an image as uint8 (224, 224, 3): a random crop and flip drawn from `chance`, or the central crop if None."""
     try:
-        with Image.open(path) as image:
-            box = random_box(image.size, chance) if chance else centre_box(image.size)
-            pixels = np.asarray(crop_resize(image, box))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # an image may have to be decoded whole
+            with Image.open(path) as image:
+                box = random_box(image.size, chance) if chance else centre_box(image.size)
+                pixels = np.asarray(crop_resize(image, box))
     except Exception as error:  # decoders raise many types, and the user needs to know the file
         raise ValueError(f"{path}: not a readable image ({error}); replace or remove it") from error
     return pixels[:, ::-1] if chance and chance.random() < 0.5 else pixels

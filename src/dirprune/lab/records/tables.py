@@ -20,6 +20,8 @@ else:
     Row = TypeVar("Row")
 
 SETTINGS = "settings.json"
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
+"""How a text begins that a spreadsheet would execute; in files, an apostrophe comes before it."""
 
 
 def _read_bool(text: str) -> bool:
@@ -28,11 +30,32 @@ def _read_bool(text: str) -> bool:
     return text.lower() == "true"
 
 
+def _inert(value: Any) -> Any:
+    """Return the value of a cell; a text that a spreadsheet would execute gets an apostrophe, a number does not."""
+    return f"'{value}" if isinstance(value, str) and _is_formula(value) and not _is_number(value) else value
+
+
+def _read_text(text: str) -> str:
+    """Return the text that `_inert` wrote."""
+    return text[1:] if text.startswith("'") and _is_formula(text) else text
+
+
+def _is_formula(text: str) -> bool:
+    return text.lstrip("'").startswith(FORMULA)
+
+
+def _is_number(text: str) -> bool:
+    with suppress(ValueError):
+        float(text)
+        return True
+    return False
+
+
 _READERS: dict[Any, Callable[[str], Any]] = {
     int: int,
     float: float,
     float | None: lambda text: float(text) if text else None,
-    str: str,
+    str: _read_text,
     bool: _read_bool,
 }
 
@@ -44,11 +67,15 @@ class OtherSettings(ValueError):
 def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
     """Write a table atomically, so that a crash leaves the old rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [[field.name for field in fields(kind)], *(map(_inert, asdict(row).values()) for row in rows)]
+    write_text(path, "".join(map(_line, lines)))
+
+
+def _line(cells: Iterable[Any]) -> str:
+    """Return a line of a table; `csv` quotes line breaks in a cell only if they could also end the line."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(kind)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    write_text(path, text.getvalue())
+    csv.writer(text, lineterminator="\r\n").writerow(cells)
+    return text.getvalue().removesuffix("\r\n") + "\n"
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
