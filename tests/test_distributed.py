@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dirprune import GRDA
+from dirprune.deploy import keep_zeros, load_sparse, save_sparse
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed's own warnings
 OPTIONS: dict[str, Any] = {"lr": 0.1, "c": 0.02, "mu": 0.6, "momentum": 0.9}
@@ -34,7 +35,7 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).double()
 
 
-def train(model: nn.Module, optimizer: GRDA, steps: range, rank: int = 0, world: int = 1) -> None:
+def train(model: nn.Module, optimizer: Optimizer, steps: range, rank: int = 0, world: int = 1) -> None:
     for step in steps:
         optimizer.zero_grad()
         model(batch(step)[rank::world]).square().mean().backward()
@@ -71,11 +72,35 @@ def gather_gradients(optimizer: Optimizer, *_: Any) -> None:
         p.grad = p.grad.redistribute(p.device_mesh, [Replicate()])
 
 
+def thinned() -> nn.Sequential:
+    model = network()
+    for p in model.parameters():
+        p.data.flatten()[1:].masked_fill_(torch.rand(p.numel() - 1) < 0.7, 0)
+    return model
+
+
+def train_sparse(rank: int, folder: Path) -> None:
+    """Train a sparse network on, replicated and sharded, and save it: zeros and weights are those of one process."""
+    alone = thinned()
+    for model in (DistributedDataParallel(thinned()), fully_shard(thinned()), alone):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        keep_zeros(optimizer)
+        train(model, optimizer, range(3), *((0, 1) if model is alone else (rank, 2)))
+        save_sparse(model, folder.parent / f"{type(model).__name__}-{rank}")
+    expected = load_sparse(folder.parent / f"Sequential-{rank}")
+    assert all(torch.equal(p == 0, q == 0) for p, q in zip(expected.values(), thinned().parameters(), strict=True))
+    for kind in ("DistributedDataParallel", "FSDPSequential"):
+        for name, tensor in load_sparse(folder.parent / f"{kind}-{rank}").items():
+            torch.testing.assert_close(tensor, expected[name.removeprefix("module.")])
+            assert torch.equal(tensor == 0, expected[name.removeprefix("module.")] == 0)
+
+
 def run_ddp(rank: int, folder: Path) -> None:
     model = DistributedDataParallel(network())
     optimizer = GRDA(model.parameters(), **OPTIONS)
     train(model, optimizer, range(12), rank, 2)
     assert_equals_alone(model, 12)
+    train_sparse(rank, folder)  # in the same two processes, which take seconds to start
 
 
 def run_fsdp(rank: int, folder: Path) -> None:

@@ -1,16 +1,17 @@
-"""From a trained sparse network to what is shipped: a small file; needs numpy."""
+"""From a trained sparse network to what is shipped: small files, and zeros that stay zero; needs numpy."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dirprune.deploy.container import InvalidFile
+    from dirprune.deploy.keeping import keep_zeros
     from dirprune.deploy.storage import load_sparse, save_sparse
 
-__all__ = ["InvalidFile", "load_sparse", "save_sparse"]
+__all__ = ["InvalidFile", "keep_zeros", "load_sparse", "save_sparse"]
 
 # Each name is imported when it is first used: what only reads files does not wait for torch.
-_HOMES = {"InvalidFile": "container", "load_sparse": "storage", "save_sparse": "storage"}
+_HOMES = {"InvalidFile": "container", "keep_zeros": "keeping", "load_sparse": "storage", "save_sparse": "storage"}
 
 
 def __getattr__(name: str) -> Any:
