@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, interpolate
 from torch.optim import SGD, Optimizer
 
 from dirprune import GRDA, sparsity
-from dirprune._support.graphs import record
+from dirprune._support.graphs import Kept, record, states
 from dirprune._support.rates import set_lr
 from dirprune.lab import data
 from dirprune.lab.models import wide_resnet
@@ -28,7 +28,6 @@ from dirprune.lab.training.execution import (
     PlainScoring,
     PlainStep,
     Tally,
-    _Saved,
     make_scoring,
     make_step,
 )
@@ -172,16 +171,16 @@ def test_a_learning_rate_in_a_tensor_keeps_its_tensor() -> None:
 
 
 def test_what_a_rehearsal_makes_is_put_back_too() -> None:
-    """As with lean weights, the accumulators exist before the first step, and momentum buffers do not."""
+    """The accumulators exist before the first step, and momentum buffers do not."""
     model = nn.Linear(3, 2)
     optimizer = GRDA(model.parameters(), lr=0.1, c=0.01, momentum=0.9)
     for p in model.parameters():
         optimizer.begin(p, optimizer.param_groups[0])
     before = copy.deepcopy(model.state_dict())
-    saved = _Saved(model, optimizer)
+    kept = Kept(lambda: [*model.parameters(), *states(optimizer)])
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    saved.restore()
+    kept.put_back()
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name])
         assert torch.equal(optimizer.state[p]["accumulator"], before[name])
@@ -195,9 +194,9 @@ def stand_in(model: nn.Module, optimizer: Optimizer) -> Callable[..., tuple[Any,
     def recorded(work: Callable[[], object], *, rehearse: Callable[[], object], pool: Any) -> tuple[Any, object]:
         for _ in range(3):
             rehearse()
-        saved = _Saved(model, optimizer)
+        kept = Kept(lambda: [*model.parameters(), *states(optimizer)])
         result = work()
-        saved.restore()
+        kept.put_back()
         places = [(p, p.grad) for p in model.parameters()]
 
         def replay() -> None:
@@ -234,7 +233,7 @@ def test_steps_that_are_rehearsed_and_replayed_are_the_plain_ones(
         step: PlainStep | CapturedStep = plain
         with Lean(model, optimizer) if lean and replayed else nullcontext():
             if replayed:
-                monkeypatch.setattr("dirprune.lab.training.execution.record", stand_in(model, optimizer))
+                monkeypatch.setattr("dirprune._support.graphs.record", stand_in(model, optimizer))
                 step = CapturedStep(model, optimizer, tally, low)
                 step.prepare(colour_batch(8)[0], [8, 3])
                 starts = [(optimizer.state[p]["accumulator"], p.detach()) for p in model.parameters()]

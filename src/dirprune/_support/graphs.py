@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,54 +51,90 @@ def record(
     return graph, result
 
 
-class Captured:
-    """A function of one batch as CUDA graphs, one per batch shape: ``captured(inputs, targets) -> Tensor``.
+class Kept:
+    """The present values of some tensors, to be put back; of those that are made later, the value is taken to be zero.
+
+    Args:
+        tensors: returns them; it is called again to put them back, and may then return more.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        self._tensors = tensors
+        self._values = {tensor: tensor.detach().clone() for tensor in tensors()}
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for tensor in self._tensors():
+            if tensor in self._values:
+                tensor.copy_(self._values[tensor])
+            else:
+                tensor.zero_()
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors of the optimizer's state."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+class Captured(Generic[T]):
+    """A function of one batch as CUDA graphs, one per batch shape: ``captured(inputs, targets)``.
 
     The function must launch the same kernels on the same memory whenever it is called, and must never wait for the
     device. Everything else that it reads (weights, a learning rate) must stay in the memory where it was captured. The
-    next call with the same shape overwrites the result.
+    next call overwrites the result, which has to hold on to every tensor that the caller reads afterwards.
 
     Args:
         function: ``function(inputs, targets)``; for each new shape it is called as often as `record` calls it.
-        changes: tensors that the function changes, e.g. weights; they are restored after the rehearsals.
+        changes: returns the tensors that the function changes, e.g. weights; they are put back after the rehearsals.
+        before: called before each rehearsal.
         key: returns what else distinguishes graphs, e.g. a mode.
     """
 
     def __init__(
         self,
-        function: Callable[[Tensor, Tensor], Tensor],
+        function: Callable[[Tensor, Tensor], T],
         *,
-        changes: Sequence[Tensor] = (),
+        changes: Callable[[], Iterable[Tensor]] = tuple,
+        before: Callable[[], object] = lambda: None,
         key: Callable[[], Hashable] = lambda: None,
     ) -> None:
-        self._function, self._changes, self._key = function, changes, key
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
+        self._function, self._changes, self._before, self._key = function, changes, before, key
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, T]] = {}
 
-    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, inputs: Tensor, targets: Tensor) -> T:
         if not (isinstance(inputs, Tensor) and isinstance(targets, Tensor)):
             raise ValueError(
                 f"inputs is a {type(inputs).__name__} and targets a {type(targets).__name__}; a CUDA graph is recorded "
                 "for one tensor each: give capture=False"
             )
-        with torch.cuda.device(inputs.device):
-            return self._replay(inputs, targets)
-
-    def _replay(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        key = (self._key(), inputs.shape, inputs.dtype, targets.shape, targets.dtype)
+        key = self._key_of(inputs, targets)
         if key not in self._graphs:
-            before = [tensor.detach().clone() for tensor in self._changes]
-            # fork_rng: the random numbers of a step must not depend on whether it is the first of its shape.
-            with torch.random.fork_rng(devices=[inputs.device]):
-                static = inputs.clone(), targets.clone()
-                graph, result = record(lambda: self._function(*static))
-            self._graphs[key] = (graph, *static, result)
-            for tensor, value in zip(self._changes, before, strict=True):
-                tensor.detach().copy_(value)
+            self.prepare(inputs, targets)
         graph, static_inputs, static_targets, result = self._graphs[key]
-        static_inputs.copy_(inputs)
-        static_targets.copy_(targets)
-        graph.replay()
+        with torch.cuda.device(inputs.device):
+            static_inputs.copy_(inputs)
+            static_targets.copy_(targets)
+            graph.replay()
         return result
+
+    def prepare(self, inputs: Tensor, targets: Tensor) -> None:
+        """Record the graph for batches of this shape."""
+        static, kept = (inputs.clone(), targets.clone()), Kept(self._changes)
+
+        def rehearse() -> None:
+            self._before()
+            self._function(*static)
+
+        # Only one graph runs at a time, so they can share memory.
+        pool = next((graph.pool() for graph, *_ in self._graphs.values()), None)
+        # fork_rng: the random numbers of a step must not depend on whether it is the first of its shape.
+        with torch.cuda.device(inputs.device), torch.random.fork_rng(devices=[inputs.device]):
+            graph, result = record(lambda: self._function(*static), rehearse=rehearse, pool=pool)
+            kept.put_back()
+        self._graphs[self._key_of(inputs, targets)] = (graph, *static, result)
+
+    def _key_of(self, inputs: Tensor, targets: Tensor) -> Hashable:
+        return self._key(), inputs.shape, inputs.dtype, targets.shape, targets.dtype
 
 
 def precision(device: torch.device, autocast: torch.dtype | None) -> torch.autocast:

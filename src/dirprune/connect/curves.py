@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dirprune._support.batches import Batch, Loss, examples_in, mean_loss, moved, pairs, refuse_iterator
-from dirprune._support.graphs import Captured, precision
+from dirprune._support.graphs import Captured, precision, states
 from dirprune._support.modes import seeded
 from dirprune._support.rates import set_lr
 from dirprune.connect.batchnorm import lacks_variance
@@ -236,14 +236,10 @@ class _CapturedFitStep(_FitStep):
                     f"capture is True but optimizer is {type(optimizer).__name__} with lr={lr!r}; give SGD with "
                     f"lr=torch.tensor(…, device={str(device)!r}), fused=True and no dampening"
                 )
-            for bend in group["params"] if group["momentum"] else ():
-                # Present from the start, so that the first step is captured like the others: 0 · momentum + gradient.
-                optimizer.state[bend].setdefault("momentum_buffer", torch.zeros_like(bend))
-        momenta = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor is not None]
         self._t = torch.zeros((), dtype=torch.float64, device=device)
         self._replay = Captured(
             lambda inputs, targets: super(_CapturedFitStep, self).__call__(inputs, targets, self._t),
-            changes=[*curve.bends, *momenta, *self._buffers.values()],
+            changes=lambda: [*curve.bends, *states(optimizer), *self._buffers.values()],
         )
 
     def __call__(self, inputs: Any, targets: Any, t: float | Tensor) -> Tensor:

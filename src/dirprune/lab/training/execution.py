@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from dirprune._support.graphs import Captured, record
+from dirprune._support.graphs import Captured, states
 
 PRECISIONS = ("float32", "bfloat16")
 
@@ -157,17 +157,8 @@ class PlainStep:
         self.tally.add(loss, logits, targets)
 
 
-class _Recording(NamedTuple):
-    """A recorded step, its static input tensors, and the tensors that hold its gradients."""
-
-    graph: torch.cuda.CUDAGraph
-    inputs: Tensor
-    targets: Tensor
-    gradients: list[tuple[Tensor, Tensor | None]]
-
-
 class CapturedStep:
-    """The same step as one CUDA graph per batch size. A call copies the batch in and replays the graph.
+    """The same step as one CUDA graph per batch size.
 
     The learning rate must be a tensor on the device (GRDA's ``capturable``, a tensor ``lr`` of a fused SGD).
     """
@@ -180,81 +171,43 @@ class CapturedStep:
         execution: Execution,
         penalty: Penalty = no_penalty,
     ) -> None:
-        self.model = model
         self.optimizer = optimizer
         self.tally = tally
-        self.execution = execution
-        self.penalty = penalty
-        self._recordings: dict[int, _Recording] = {}
-        self._latest: _Recording | None = None
+        self._plain = PlainStep(model, optimizer, tally, execution, penalty)
+        self._replay = Captured(
+            self._step,
+            changes=lambda: [*model.parameters(), *model.buffers(), *states(optimizer)],
+            before=tally.reset,  # it may have room for a single step only
+        )
+        self._latest: object = None
 
     def prepare(self, inputs: Tensor, sizes: Iterable[int]) -> None:
-        """Capture a graph for each batch size; weights, buffers, optimizer state and random state are restored."""
-        saved = _Saved(self.model, self.optimizer)
-        with torch.cuda.device(inputs.device), torch.random.fork_rng(devices=[inputs.device]):
-            for number, size in enumerate(sizes):
-                # Only the common batch size is worth compiling for; the short last batch of an epoch runs uncompiled.
-                self._recordings[size] = self._capture(inputs, size, compiles=number == 0)
-                saved.restore()
+        """Capture a graph for each batch size; weights, buffers, optimizer state and random state are put back."""
+        # gRDA's accumulators start at the weights; all other state of an optimizer starts at zero.
+        begin = getattr(self.optimizer, "begin", lambda p, group: None)
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    begin(p, group)
+        model, execution = self._plain.forward, self._plain.execution
+        for number, size in enumerate(sizes):
+            # Only the common batch size is worth compiling for; the short last batch of an epoch runs uncompiled.
+            self._plain.forward = execution.compiled(model) if number == 0 else model
+            targets = torch.zeros(size, dtype=torch.int64, device=inputs.device)
+            self._replay.prepare(inputs[:1].expand(size, *inputs.shape[1:]).contiguous(), targets)
         self.tally.reset()
 
-    def _capture(self, inputs: Tensor, size: int, compiles: bool) -> _Recording:
-        """Rehearse the step, so that all lazy initialisation happens first, and record it."""
-        static_inputs = inputs[:1].expand(size, *inputs.shape[1:]).contiguous()
-        static_targets = torch.zeros(size, dtype=torch.int64, device=inputs.device)
-        forward = self.execution.compiled(self.model) if compiles else self.model
-        step = PlainStep(forward, self.optimizer, self.tally, self.execution, self.penalty)
-
-        def rehearse() -> None:
-            self.tally.reset()  # it may have room for a single step only
-            step(static_inputs, static_targets)
-
-        # Only one graph runs at a time, so they can share memory.
-        pool = next((other.graph.pool() for other in self._recordings.values()), None)
-        graph, _ = record(lambda: step(static_inputs, static_targets), rehearse=rehearse, pool=pool)
-        # Keep references to the gradients, so that the next graph does not reuse their memory.
-        gradients = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
-        return _Recording(graph, static_inputs, static_targets, gradients)
+    def _step(self, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+        """Take a step, and return the parameters with the tensors that hold their gradients."""
+        self._plain(inputs, targets)
+        return [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
 
     def __call__(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> None:
-        recording = self._recordings[len(targets)]
-        with torch.cuda.device(inputs.device):
-            recording.inputs.copy_(inputs)
-            recording.targets.copy_(targets)
-            recording.graph.replay()
-        if recording is not self._latest:  # let p.grad be the gradient of this step, as after a plain step
-            self._latest = recording
-            for p, gradient in recording.gradients:
+        gradients = self._replay(inputs, targets)
+        if gradients is not self._latest:  # let p.grad be the gradient of this step, as after a plain step
+            self._latest = gradients
+            for p, gradient in gradients:
                 p.grad = gradient
-
-
-class _Saved:
-    """A copy of what a step changes, to be restored after rehearsals."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._tensors = [*model.parameters(), *model.buffers()]
-        self._copies = [tensor.detach().clone() for tensor in self._tensors]
-        self._optimizer = optimizer
-        self._states = {
-            p: {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
-            for p, state in optimizer.state.items()
-        }
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for tensor, copy in zip(self._tensors, self._copies, strict=True):
-            tensor.copy_(copy)
-        for p, state in self._optimizer.state.items():
-            for key, value in state.items():
-                if not isinstance(value, Tensor):
-                    continue
-                saved = self._states.get(p, {})
-                if key in saved:
-                    value.copy_(saved[key])
-                elif key == "accumulator":  # created by the rehearsal; an accumulator starts at the weights
-                    value.copy_(p)
-                else:
-                    value.zero_()
 
 
 def make_scoring(model: nn.Module, parallel: nn.Module, execution: Execution, device: torch.device) -> Scoring:
