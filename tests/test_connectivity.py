@@ -457,6 +457,10 @@ def test_a_fit_that_diverges_says_what_to_do(pair: tuple[Path, Path], tmp_path: 
 # The published curves.
 
 
+ALL_PUBLISHED = [("cifar10", "vgg16", 5e-4, mu) for mu in (0.4, 0.51, 0.6, 0.7)]
+ALL_PUBLISHED += [("cifar100", "wrn28x10", 1e-3, mu) for mu in (0.501, 0.55, 0.6, 0.65)]
+
+
 def test_the_published_curves_have_the_published_barriers() -> None:
     """The barriers are those of a table in the paper's source; the 61 points that are shipped come from other files."""
     vgg = {0.4: 0.0024, 0.51: 0.0041, 0.6: 0.0021, 0.7: 0.0320}
@@ -480,6 +484,10 @@ def test_the_published_curve_runs_the_way_of_the_job() -> None:
     assert back is not None
     assert there.profile.highest.place[0] + back.profile.highest.place[0] == pytest.approx(1)
     assert there.profile.points[0].train_loss == back.profile.points[-1].train_loss
+    assert sorted(there.plane.corners) == sorted(back.reversed().plane.corners)
+    assert {name: x for name, x, _ in back.plane.corners}["end"] == pytest.approx(110.0, abs=0.01)
+    near_sgd = max(there.plane.rows, key=lambda row: (-row["y"], row["x"]))
+    assert {**near_sgd, "x": 110.005 - near_sgd["x"]} in back.plane.rows
     assert published_curve({**config, "published": None}) is None
 
 
@@ -491,6 +499,40 @@ def test_a_network_that_another_method_pruned_is_not_called_sgd() -> None:
     assert connectivity._labels((grda, 600), (rigl, 600)) == ("gRDA c=0.0005 μ=0.6", "rigl sparsity=0.9")
     assert connectivity._published_key(grda, sgd) == (5e-4, 0.6, False)
     assert connectivity._published_key(grda, rigl) is None
+
+
+@pytest.mark.parametrize("curve", ALL_PUBLISHED, ids=lambda curve: f"{curve[1]}-{curve[3]}")
+def test_a_published_plane_holds_its_curve(curve: tuple[str, str, float, float]) -> None:
+    data, model, c, mu = curve
+    found = find(data=data, model=model, c=c, mu=mu)
+    assert found is not None
+    side = {"vgg16": 21, "wrn28x10": 29}[model]
+    assert len(found.plane.rows) == side**2
+    corner = {name: np.array(place) for name, *place in found.plane.corners}
+    assert corner["start"].tolist() == [0, 0]
+    # The Bézier curve through the corners has the published length, and the plane is its loss's plane: at the ends,
+    # the nearest point of the grid has a lower test error than most.
+    t = np.linspace(0, 1, 1000)[:, None]
+    path = (1 - t) ** 2 * corner["start"] + 2 * t * (1 - t) * corner["bend"] + t**2 * corner["end"]
+    assert np.linalg.norm(np.diff(path, axis=0), axis=1).sum() == pytest.approx(found.length, rel=2e-3)
+    places = np.array([(row["x"], row["y"]) for row in found.plane.rows])
+    errors = np.array([row["test_error"] for row in found.plane.rows])
+    for name in ("start", "end"):
+        assert errors[np.linalg.norm(places - corner[name], axis=1).argmin()] < np.median(errors)
+
+
+def test_the_published_plane_is_drawn_on_our_axes() -> None:
+    found = find(data="cifar10", model="vgg16", c=5e-4, mu=0.6)
+    assert found is not None
+    ours = [{**row, "x": row["x"] + 9.0, "train_loss": 1.0, "test_error": 50.0} for row in found.plane.rows]
+    moved = [(name, x + 9.0, y) for name, x, y in found.plane.corners]
+    figure = plane(ours, moved, ("gRDA", "SGD"), (found.plane.rows, found.plane.corners))
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["our train loss", "our test error (%)", "published train loss", "published test error (%)"]
+    for one, other in ((0, 2), (1, 3)):
+        assert figure.axes[one].get_xlim() == figure.axes[other].get_xlim()
+        norms = [figure.axes[i].collections[0].norm for i in (one, other)]  # type: ignore[attr-defined]
+        assert (norms[0].vmin, norms[0].vmax) == (norms[1].vmin, norms[1].vmax)
 
 
 def test_a_job_like_a_published_one_is_reported_beside_it(

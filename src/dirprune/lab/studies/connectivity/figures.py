@@ -31,6 +31,7 @@ _LABELS = {
 _PATHS = {"curve": ("fitted curve", 0, "-"), "line": ("straight line", 1, ":")}
 Point = tuple[str, float, float]
 """The name of a point of the plane ("start", "end", "bend" or "curve"), and its coordinates."""
+_Map = tuple[Sequence[Mapping[str, float]], Sequence[Point]]
 
 
 @plots.styled
@@ -59,34 +60,50 @@ def profile(profiles: Mapping[str, CurveProfile], names: tuple[str, str], publis
 
 
 @plots.styled
-def plane(rows: Sequence[Mapping[str, float]], points: Sequence[Point], names: tuple[str, str]) -> Figure:
+def plane(
+    rows: Sequence[Mapping[str, float]],
+    points: Sequence[Point],
+    names: tuple[str, str],
+    published: _Map | None = None,
+) -> Figure:
     """Draw train loss and test error as contours over the plane, with the solutions, the bend and the curve.
 
     Args:
         rows: x, y and the scores of a full grid.
         points: see `Point`; the axes are distances from the start, in the units of the weights.
         names: names of the networks at the start and the end.
+        published: rows and points of the authors' plane between such networks, drawn below on the same axes.
     """
-    x, y = (np.unique([row[axis] for row in rows]) for axis in ("x", "y"))
+    maps = [(rows, points), *([] if published is None else [published])]
+    x, y = (np.array([row[axis] for grid, _ in maps for row in grid]) for axis in ("x", "y"))
     # The panels are stacked if the plane is wide and low, and side by side otherwise.
     slope = float(np.ptp(y) / np.ptp(x))
     columns = 2 if slope > 0.5 else 1
     width = plots.PANEL[0] * 2 / columns
     height = min(max((width - 1.1) * slope, 1.6 if slope < FLAT else 0.8), 1.5 * width) + 0.8
-    figure, every = plots.panels(2, columns=columns, size=(width, height))
-    for axes, score in zip(every, ("train_loss", "test_error"), strict=True):
-        by_place = {(row["x"], row["y"]): row[score] for row in rows}
-        values = np.array([[by_place[a, b] for a in x] for b in y])
+    figure, every = plots.panels(2 * len(maps), columns=columns, size=(width, height))
+    note = " (not to scale)" if slope < FLAT else ""
+    for axes, (score, (grid, marks)) in zip(every, _in_panels(maps, columns), strict=True):
+        among = np.array([row[score] for each, _ in maps for row in each])
         if score == "train_loss":
-            _contours(axes, x, y, values, floor=FLOOR, ceiling=CEILING)
+            _contours(axes, grid, score, among, floor=FLOOR, ceiling=CEILING)
         else:  # an error counts examples, so half the smallest nonzero one can stand for 0
-            _contours(axes, x, y, values, floor=min(values[values > 0], default=2.0) / 2, ceiling=100.0)
-        _marks(axes, points, names)
-        axes.set(aspect="auto" if slope < FLAT else "equal", title=_LABELS[score])
-        note = " (not to scale)" if slope < FLAT else ""
+            _contours(axes, grid, score, among, floor=min(among[among > 0], default=2.0) / 2, ceiling=100.0)
+        _marks(axes, marks, names)
+        whose = "" if published is None else "published " if grid is published[0] else "our "
+        axes.set(aspect="auto" if slope < FLAT else "equal", title=whose + _LABELS[score])
+        axes.set(xlim=(x.min(), x.max()), ylim=(y.min(), y.max()))
         axes.set(xlabel="ℓ₂ distance along the line", ylabel=f"ℓ₂ distance from it{note}")
     plots.add_legend(figure)
     return figure
+
+
+def _in_panels(maps: Sequence[_Map], columns: int) -> list[tuple[str, _Map]]:
+    """Return score and map of each panel: a row for each map, or with one column a score after the other."""
+    scores = ("train_loss", "test_error")
+    if columns == 2:
+        return [(score, each) for each in maps for score in scores]
+    return [(score, each) for score in scores for each in maps]
 
 
 def _over_t(profile: CurveProfile, score: str) -> tuple[list[float], list[float]]:
@@ -111,9 +128,17 @@ def _scale(axes: Axes, values: Array, score: str) -> None:
     axes.set_ylim(-0.04 * top if axes.get_yscale() == "linear" else -0.1, top)  # keep a line at 0 above the axis
 
 
-def _contours(axes: Axes, x: Array, y: Array, values: Array, floor: float, ceiling: float) -> None:
-    """Draw filled contours at geometrically spaced levels within ``floor`` and ``ceiling``, and a colour bar."""
-    finite = values[np.isfinite(values)]
+def _contours(
+    axes: Axes, rows: Sequence[Mapping[str, float]], score: str, among: Array, floor: float, ceiling: float
+) -> None:
+    """Draw filled contours at geometrically spaced levels within ``floor`` and ``ceiling``, and a colour bar.
+
+    The levels span all values ``among`` which the score has, so that several planes can share them.
+    """
+    x, y = (np.unique([row[axis] for row in rows]) for axis in ("x", "y"))
+    by_place = {(row["x"], row["y"]): row[score] for row in rows}
+    values = np.array([[by_place[a, b] for a in x] for b in y])
+    finite = among[np.isfinite(among)]
     low = max(float(finite.min()), floor)
     high = max(min(float(finite.max()), ceiling), 1.1 * low)
     shown = np.clip(np.nan_to_num(values, nan=np.inf, posinf=np.inf), low, 2 * high)

@@ -135,7 +135,8 @@ def draw(out: Path) -> None:
     if config["fit"]:
         rows = [asdict(row) for row in read_rows(out / "plane.csv", Mapped)]
         points = [(row.name, row.x, row.y) for row in read_rows(out / "points.csv", Placed)]
-        figures["plane"] = connectivity_plots.plane(rows, points, names)
+        other = (theirs.plane.rows, theirs.plane.corners) if theirs else None
+        figures["plane"] = connectivity_plots.plane(rows, points, names, other)
     for name, figure in figures.items():
         for suffix in (".png", ".pdf"):
             plots.save(figure, out / "figures" / f"{name}{suffix}")
