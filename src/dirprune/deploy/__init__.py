@@ -1,17 +1,42 @@
-"""From a trained sparse network to what is shipped: small files, and zeros that stay zero; needs numpy."""
+"""From a trained sparse network to what is shipped: small files, zeros that stay zero, and a runtime that is fast on
+CPUs; needs numpy."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dirprune.deploy.building import NoKernels
+    from dirprune.deploy.capture import compile  # noqa: A004
     from dirprune.deploy.container import InvalidFile
     from dirprune.deploy.keeping import keep_zeros
+    from dirprune.deploy.network import Unsupported
+    from dirprune.deploy.runtime import Runtime
+    from dirprune.deploy.saving import load
     from dirprune.deploy.storage import load_sparse, save_sparse
 
-__all__ = ["InvalidFile", "keep_zeros", "load_sparse", "save_sparse"]
-
 # Each name is imported when it is first used: what only reads files does not wait for torch.
-_HOMES = {"InvalidFile": "container", "keep_zeros": "keeping", "load_sparse": "storage", "save_sparse": "storage"}
+_HOMES = {
+    "InvalidFile": "container",
+    "NoKernels": "building",
+    "Runtime": "runtime",
+    "Unsupported": "network",
+    "compile": "capture",
+    "keep_zeros": "keeping",
+    "load": "saving",
+    "load_sparse": "storage",
+    "save_sparse": "storage",
+}
+__all__ = [
+    "InvalidFile",
+    "NoKernels",
+    "Runtime",
+    "Unsupported",
+    "compile",
+    "keep_zeros",
+    "load",
+    "load_sparse",
+    "save_sparse",
+]
 
 
 def __getattr__(name: str) -> Any:
