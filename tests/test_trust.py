@@ -74,6 +74,7 @@ READING = [
     ("report", "shared/sgd", "shared/grda", "--out", "out"),
     ("reproduce", "shared/sgd", "--results", "out"),
     ("compare", "--no-train", "--out", "shared"),
+    ("export", "shared/grda", "--to", "net.safetensors"),
 ]
 
 

@@ -34,6 +34,7 @@ from dirprune.lab.cli.console import (
 )
 from dirprune.lab.studies.comparison import verb as comparison
 from dirprune.lab.studies.connectivity import verb as connectivity
+from dirprune.lab.studies.deployment import verb as deployment
 from dirprune.lab.studies.direction import verb as direction
 from dirprune.lab.studies.reproduction import verb as reproduction
 from dirprune.lab.studies.theorem import verb as theorem
@@ -405,7 +406,7 @@ def bench(
             raise typer.Exit(INTERRUPTED)
 
 
-for study in (theorem, direction, connectivity, comparison, reproduction):
+for study in (theorem, direction, connectivity, comparison, reproduction, deployment):
     app.add_typer(study.app)
 
 

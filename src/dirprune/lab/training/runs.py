@@ -33,6 +33,8 @@ from dirprune.lab.training.loop import EpochRecord
 from dirprune.lab.training.recipes import FREE_TO_CHANGE, Recipe, differing
 from dirprune.zeros import LayerSparsity
 
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
 
 class RunExists(FileExistsError):
     """The folder exists; a run is never overwritten."""
@@ -300,6 +302,21 @@ def state_of(run: Run, epoch: int | None = None) -> tuple[int, checkpoint.State]
 def parameters_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the parameters of a model's state dict, in the model's order and without the buffers."""
     return {name: state[name] for name, _ in model.named_parameters()}
+
+
+def parameters_in(state: checkpoint.State) -> dict[str, Tensor]:
+    """Return the parameters in a checkpoint; no network is built, because that could execute code of others.
+
+    Old checkpoints do not name them: there they are the tensors of floating point except BatchNorm's statistics, and
+    tied weights count once.
+    """
+    model = state["model"]
+    if "parameters" in state:
+        return {name: model[name] for name in state["parameters"]}
+    floating = {name: tensor for name, tensor in model.items() if tensor.is_floating_point()}
+    named = {name: tensor for name, tensor in floating.items() if name.rpartition(".")[2] not in _BUFFERS}
+    first = {(tensor.data_ptr() or name): name for name, tensor in reversed(named.items())}
+    return {name: tensor for name, tensor in named.items() if first[tensor.data_ptr() or name] == name}
 
 
 def _record(values: dict[str, Any]) -> EpochRecord:

@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torch import Tensor
-
 from dirprune import SparsityReport, sparsity
 from dirprune.lab import plots
 from dirprune.lab.records import checkpoint
@@ -218,7 +216,7 @@ def layerwise(run: Run) -> tuple[int, SparsityReport]:
     ended = _zeros_at_the_end(run)
     if ended is None:
         epoch, state = runs.state_of(run)
-        return epoch, sparsity(_parameters(state))
+        return epoch, sparsity(runs.parameters_in(state))
     if any(layer.is_weight and layer.output_channels is None for layer in ended.layers):
         with suppress(OSError, ValueError, checkpoint.CorruptCheckpoint):
             weights = runs.weights_of(run, run.recipe.epochs)[1]
@@ -230,24 +228,6 @@ def layerwise(run: Run) -> tuple[int, SparsityReport]:
 def _zeros_at_the_end(run: Run) -> SparsityReport | None:
     outcome = run.outcome()
     return outcome.zeros if outcome else None
-
-
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def _parameters(state: checkpoint.State) -> dict[str, Tensor]:
-    """Return the parameters in a checkpoint; no network is built, because that could execute code of others.
-
-    Old checkpoints do not name them: there they are the tensors of floating point except BatchNorm's statistics, and
-    tied weights count once.
-    """
-    model = state["model"]
-    if "parameters" in state:
-        return {name: model[name] for name in state["parameters"]}
-    floating = {name: tensor for name, tensor in model.items() if tensor.is_floating_point()}
-    named = {name: tensor for name, tensor in floating.items() if name.rpartition(".")[2] not in _BUFFERS}
-    first = {(tensor.data_ptr() or name): name for name, tensor in reversed(named.items())}
-    return {name: tensor for name, tensor in named.items() if first[tensor.data_ptr() or name] == name}
 
 
 def settings(recipes: Sequence[Recipe]) -> list[str]:

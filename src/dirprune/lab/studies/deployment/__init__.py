@@ -1,0 +1,1 @@
+"""From a finished run to what is shipped."""
