@@ -28,10 +28,10 @@ FLOORS = [
     {"studies"},
     {"plots"},
     {"training"},
-    {"methods"},
+    {"methods", "tasks"},
     {"data", "models", "published"},
     {"records"},
-    {"names", "progress", "stats", "text", "trust"},
+    {"names", "progress", "ranges", "stats", "text", "trust"},
 ]
 STUDIES_THAT_READ_ANOTHER = {("reproduction", "bench")}
 BESIDES_TORCH = {"optim": {"triton"}, "deploy": {"numpy"}}

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
-from dirprune import GRDA, sparsity
+from dirprune import sparsity
 from dirprune.lab import data, methods, models
-from dirprune.lab.methods import Amc, Grda, Magnitude, Method, Rda, RigL, Sgd, Str, VariationalDropout
+from dirprune.lab.methods import Amc, Magnitude, Method, MethodSpec, RigL, Str, VariationalDropout
 from dirprune.lab.training.execution import Execution, PlainStep, Tally
 from dirprune.lab.training.loop import EpochRecord, evaluate, train
+from dirprune.lab.training.optimizers import Grda, Rda
 from dirprune.lab.training.schedules import Schedule
 
 CPU = torch.device("cpu")
@@ -33,9 +34,7 @@ def size_of_the_first_layer(model: nn.Module) -> float:
 
 # Options with which every method acts several times in sixteen steps.
 METHODS: dict[str, Make] = {
-    "sgd": Sgd,
-    "grda": partial(Grda, c=0.02, mu=0.6),
-    "rda": partial(Rda, lam=0.01),
+    "sgd": Method,
     "magnitude": partial(Magnitude, sparsity=0.8, every=3),
     "magnitude-global": partial(Magnitude, sparsity=0.8, allocation="global", every=3),
     "rigl": partial(RigL, sparsity=0.8, every=3),
@@ -45,15 +44,13 @@ METHODS: dict[str, Make] = {
 }
 
 
-def make_optimizer(model: nn.Module, method: Method, lr: float = 0.05) -> Optimizer:
-    if method.trains_with == "grda":
-        return GRDA(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
+def make_optimizer(model: nn.Module, lr: float = 0.05) -> Optimizer:
     return SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
 def attached(make: Make, model: nn.Module, loaders: data.Loaders, epochs: int) -> tuple[Method, Optimizer]:
     method = make()
-    optimizer = make_optimizer(model, method)
+    optimizer = make_optimizer(model)
     method.attach(model, optimizer, steps=epochs * len(loaders.train), examples=loaders.train.examples)
     return method, optimizer
 
@@ -74,18 +71,19 @@ def run(
 
 
 def test_every_method_is_known_by_its_name() -> None:
-    assert set(methods.METHODS) == {make().name for make in METHODS.values()}
-    for make in METHODS.values():
-        assert methods.get(make().name) is type(make())
+    assert {variant.kind for variant in methods.METHODS.values()} == {type(make()) for make in METHODS.values()} - {
+        Method
+    }
     with pytest.raises(ValueError, match="Did you mean 'magnitude'"):
-        methods.get("magnitud")
+        MethodSpec.of("magnitud")
 
 
+USUAL = {"lr": 0.03, "momentum": 0.9, "weight_decay": 1e-3}
 # Of each method: how to make it, the test accuracy (%) it must exceed, and bounds on its sparsity.
 LEARNS: dict[str, tuple[Make, float, tuple[float, float]]] = {
-    "sgd": (Sgd, 95, (0, 0)),
-    "grda": (partial(Grda, c=0.08, mu=0.6), 85, (0.85, 1)),
-    "rda": (partial(Rda, lam=0.008), 85, (0.8, 1)),
+    "sgd": (Method, 95, (0, 0)),
+    "grda": (Method, 85, (0.85, 1)),
+    "rda": (Method, 85, (0.8, 1)),
     "magnitude": (partial(Magnitude, sparsity=0.9, every=10), 85, (0.9, 0.9)),
     "magnitude-global": (partial(Magnitude, sparsity=0.9, allocation="global", every=10), 88, (0.9, 0.9)),
     "magnitude-one-shot": (partial(Magnitude, sparsity=0.9, start=0.5, end=0.5), 75, (0.9, 0.9)),
@@ -95,6 +93,9 @@ LEARNS: dict[str, tuple[Make, float, tuple[float, float]]] = {
 }
 
 
+PRUNING = {"grda": Grda(c=0.08, mu=0.6, **USUAL), "rda": Rda(lam=0.008, **USUAL)}
+
+
 @pytest.mark.parametrize("name", LEARNS)
 def test_learns_digits_at_the_wanted_sparsity(name: str) -> None:
     make, accuracy, (least, most) = LEARNS[name]
@@ -102,7 +103,7 @@ def test_learns_digits_at_the_wanted_sparsity(name: str) -> None:
     torch.manual_seed(0)
     model = models.build("small", 10)
     method = make()
-    optimizer = make_optimizer(model, method, lr=0.03)
+    optimizer = PRUNING[name].make(model) if name in PRUNING else make_optimizer(model, lr=0.03)
     method.attach(model, optimizer, steps=4 * len(loaders.train), examples=loaders.train.examples)
     last = run(model, optimizer, method, loaders, lr=0.03)[-1]
     assert last.test_accuracy > accuracy
@@ -118,7 +119,7 @@ def test_amc_learns_digits_with_a_search_on_held_out_data() -> None:
     torch.manual_seed(0)
     model = models.build("small", 10)
     method = Amc(sparsity=0.9, reward=lambda m: -evaluate(m, held_out).loss, warmup=10, episodes=20)
-    optimizer = make_optimizer(model, method, lr=0.03)
+    optimizer = make_optimizer(model, lr=0.03)
     method.attach(model, optimizer, steps=4 * len(loaders.train), examples=loaders.train.examples)
     records = run(model, optimizer, method, loaders, lr=0.03)
     found = [round(record.weight_sparsity, 3) for record in records]
@@ -251,7 +252,7 @@ def test_a_method_that_is_not_attached_is_refused() -> None:
 def test_training_of_no_length_is_refused(steps: int) -> None:
     model = noisy()
     with pytest.raises(ValueError, match=f"steps={steps}"):
-        Sgd().attach(model, SGD(model.parameters(), lr=0.1), steps=steps, examples=1)
+        Method().attach(model, SGD(model.parameters(), lr=0.1), steps=steps, examples=1)
 
 
 def test_a_model_without_layers_to_prune_is_refused() -> None:
@@ -265,9 +266,7 @@ if torch.cuda.is_available():
 
     CUDA = torch.device("cuda")
 
-    def captured_optimizer(model: nn.Module, method: Method) -> Optimizer:
-        if method.trains_with == "grda":
-            return GRDA(model.parameters(), lr=0.05, momentum=0.9, capturable=True)
+    def captured_optimizer(model: nn.Module) -> Optimizer:
         rate = torch.tensor(0.05, device=CUDA)
         return SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-3, fused=True)
 
@@ -279,7 +278,7 @@ if torch.cuda.is_available():
             model = noisy().to(CUDA)
             model[3].p = 0.0
             method = make()
-            optimizer = captured_optimizer(model, method)
+            optimizer = captured_optimizer(model)
             method.attach(model, optimizer, steps=16, examples=loaders.train.examples)
             record = run(model, optimizer, method, loaders, execution=Execution(capture=capture))[-1]
             results.append((record.train_loss, record.test_loss, record.weight_sparsity))
@@ -289,11 +288,11 @@ if torch.cuda.is_available():
         loaders = data.load("digits", batch_size=400, seed=SEED, device=CUDA)
         model, twin = noisy().to(CUDA), noisy().to(CUDA)
         model[3].p = twin[3].p = 0.0
-        optimizer, tally = captured_optimizer(model, Sgd()), Tally(8, CUDA)
+        optimizer, tally = captured_optimizer(model), Tally(8, CUDA)
         example = next(iter(loaders.train))[0]
         step = make_step(model, model, optimizer, tally, Execution(capture=True), example, [400, 238])
         assert isinstance(step, CapturedStep)
-        plain = PlainStep(twin, captured_optimizer(twin, Sgd()), Tally(8, CUDA), Execution())
+        plain = PlainStep(twin, captured_optimizer(twin), Tally(8, CUDA), Execution())
         for epoch in (1, 2):
             for batch in loaders.train.epoch(epoch):
                 step(*batch)

@@ -14,7 +14,7 @@ from torch import nn
 from dirprune.lab import models
 from dirprune.lab.records.tables import read_rows, write_rows
 from dirprune.lab.studies import bench
-from dirprune.lab.training.recipes import Recipe
+from dirprune.lab.training.recipe import Recipe
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ class Fake:
     def __init__(self, recipe: Recipe, loaders: SimpleNamespace, batches: object, device: torch.device) -> None:
         Fake.lean.add(recipe.cpu.lean)
         self.model, self.loaders = nn.Linear(1, 1), loaders
-        self.seconds, self.count = {"sgd": 2e-3, "grda": 3e-3}[recipe.optimizer], len(loaders.train)
+        self.seconds, self.count = {"sgd": 2e-3, "grda": 3e-3}[recipe.optimizer.name], len(loaders.train)
 
     def steps(self, count: int) -> float:
         return self.seconds

@@ -43,6 +43,7 @@ from dirprune.lab.studies.theorem.problems import TheoremRow
 from dirprune.lab.studies.theorem.trajectory import TrajectoryRow
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import assemble
+from dirprune.lab.training.recipe import Recipe
 
 MODULE = """
 from torch import nn
@@ -112,13 +113,13 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory, networks: None) -> dict[str, tuple[Path, Result]]:
     """Runs of two epochs with every checkpoint kept, and what training them printed."""
     folder = tmp_path_factory.mktemp("trained")
-    common = ("--model", LINEAR, "--epochs", 2, "--keep", "0,1,2", "--c", 0.02)
+    common = ("--model", LINEAR, "--epochs", 2, "--keep", "0,1,2")
     made = {}
     for name, options in {
         "sgd": ("--optimizer", "sgd"),
-        "grda": ("--tensorboard",),
-        "seed1": ("--seed", 1),
-        "held-out": ("--validation", 0.2),
+        "grda": ("--c", 0.02, "--tensorboard"),
+        "seed1": ("--c", 0.02, "--seed", 1),
+        "held-out": ("--c", 0.02, "--validation", 0.2),
     }.items():
         result = call("train", "digits", *common, *options, "--out", folder / name)
         made[name] = (folder / name, result)
@@ -282,7 +283,7 @@ def test_every_override_reaches_the_configuration(monkeypatch: pytest.MonkeyPatc
         given.update(options)
 
     monkeypatch.setattr(follow, "follow", only_make)
-    words = "--optimizer sgd --c .25 --mu .75 --lr .5 --epochs 7 --batch-size 9 --seed 11 --model resnet18"
+    words = "--c .25 --mu .75 --lr .5 --epochs 7 --batch-size 9 --seed 11 --model resnet18"
     words += " --validation .125 --keep 3,5 --precision float32 --no-compile --data d --device cpu --save-every 4"
     words += " --minutes 9 --lean"
     call("train", "vgg16-cifar10", *words.split(), "--tensorboard", "--out", "run")
@@ -290,23 +291,26 @@ def test_every_override_reaches_the_configuration(monkeypatch: pytest.MonkeyPatc
     changed = {key: value for key, value in found.items() if json.loads(json.dumps(plain[key])) != value}
     execution, on_cpu = changed.pop("cuda"), changed.pop("cpu")
     assert changed == {
-        **{"optimizer": "sgd", "c": 0.25, "mu": 0.75, "lr": 0.5, "epochs": 7, "batch_size": 9, "seed": 11},
-        **{"model": "resnet18", "validation": 0.125, "keep": [3, 5]},
+        "optimizer": {**plain["optimizer"], "c": 0.25, "mu": 0.75, "lr": 0.5, "exempt": []},
+        "task": {**plain["task"], "validation": 0.125},
+        **{"epochs": 7, "batch_size": 9, "seed": 11, "model": "resnet18", "keep": [3, 5]},
     }
     assert execution == {**plain["cuda"], "precision": "float32", "compile": False, "lean": True}
     assert on_cpu == {**plain["cpu"], "lean": True}
     assert given == {"device": "cpu", "root": Path("d"), "save_every": 4, "minutes": 9.0, "tensorboard": True}
 
 
-def test_options_of_another_optimizer_are_told(trained: dict[str, tuple[Path, Result]]) -> None:
-    assert "--c has no effect with --optimizer sgd." in trained["sgd"][1].stderr
-    assert "no effect" not in trained["grda"][1].stderr
+def test_options_of_another_optimizer_are_refused() -> None:
+    result = call("train", "digits", "--optimizer", "sgd", "--c", 0.02, "--out", "run")
+    assert result.exit_code == 1
+    assert "--c 0.02 cannot be used; sgd takes lr, momentum, nesterov, weight_decay" in result.stderr
+    assert not Path("run").exists()
 
 
 def test_without_out_the_run_is_named_after_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "follow", lambda run, **_: run())
     call("train", "digits", "--c", 0.5, "--seed", 3)
-    assert runs.load(Path("runs/digits-grda-c0.5-mu0.7-s3")).recipe.c == 0.5
+    assert runs.load(Path("runs/digits-grda-c0.5-mu0.7-s3")).recipe.optimizer.value == 0.5
 
 
 def test_resuming_trains_what_is_missing_and_no_more(trained: dict[str, tuple[Path, Result]], tmp_path: Path) -> None:
@@ -398,7 +402,7 @@ def test_an_existing_out_is_refused_and_untouched(trained: dict[str, tuple[Path,
         ("train digits --c nan", "--c nan"),
         ("train digits --mu 0", "--mu 0 cannot"),
         ("train digits --lr 0", "--lr 0 cannot"),
-        ("train digits --epochs 0", "--epochs 0 cannot be used; train for at least one epoch"),
+        ("train digits --epochs 0", "--epochs 0 cannot be used; give a whole number of at least 1"),
         ("train digits --batch-size 0", "--batch-size 0 cannot"),
         ("train digits --validation 1", "--validation 1 cannot"),
         ("train digits --keep some", "--keep 'some'"),
@@ -495,8 +499,8 @@ def test_options_that_do_nothing_here_are_told(trained: dict[str, tuple[Path, Re
 
 
 def test_layers_without_a_weight_left_are_told_with_the_remedy() -> None:
-    words = ["train", "digits", "--model", "cli_networks:fading", "--epochs", 1, "--c", 0.25, "--device", "cpu"]
-    result = call(*words, "--out", "gone")
+    words = ["train", "digits", "--model", "cli_networks:fading", "--epochs", 1, "--device", "cpu"]
+    result = call(*words, "--c", 0.25, "--out", "gone")
     assert 0.7 < runs.load(Path("gone")).records()[0].weight_sparsity < 1
     names = "2.weight, 3.weight, 4.weight and 1 more"
     assert f"No weight is left in {names}: such a layer passes nothing on, unless" in result.stderr
@@ -732,7 +736,7 @@ def test_a_wrong_word_is_a_usage_error() -> None:
 
 
 def test_recipes_for_machines() -> None:
-    found = [recipes.Recipe.from_dict(values) for values in objects(call("recipes"))]
+    found = [Recipe.from_dict(values) for values in objects(call("recipes"))]
     assert found == [recipes.get(name) for name in recipes.names()]
 
 

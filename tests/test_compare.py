@@ -8,7 +8,7 @@ import math
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ from test_train import Breaking, numbers
 from torch import nn
 from torch._dynamo.utils import counters
 
-from dirprune import GRDA
 from dirprune.lab import methods
 from dirprune.lab.cli import console
-from dirprune.lab.methods import Grda, Rda, amc
+from dirprune.lab.methods import MethodSpec, amc
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.tables import read_rows
 from dirprune.lab.studies.comparison import tables as comparison
@@ -31,11 +30,12 @@ from dirprune.lab.studies.comparison import trials
 from dirprune.lab.studies.comparison import verb as cli_compare
 from dirprune.lab.studies.comparison import work as compare
 from dirprune.lab.studies.comparison.ranking import Point, paired_gap, rank, read_at
-from dirprune.lab.studies.comparison.trials import Trial, plan
+from dirprune.lab.studies.comparison.trials import enter, plan, run_name
 from dirprune.lab.text import NOTHING
 from dirprune.lab.training import recipes, runs, series
 from dirprune.lab.training.experiment import assemble
-from dirprune.lab.training.recipes import Recipe
+from dirprune.lab.training.optimizers import Sgd
+from dirprune.lab.training.recipe import Recipe, differing
 from dirprune.lab.training.reward import Reward
 from dirprune.lab.training.schedules import Schedule
 
@@ -55,18 +55,18 @@ def at_first_breaking(num_classes: int) -> nn.Module:
 
 
 # Four steps per epoch; every method acts in some of them and pauses in others.
-SHORT = replace(
-    recipes.get("resnet18-cifar10"), data="digits", statistics="", model="test_compare:tiny", epochs=4, batch_size=400
+SHORT = recipes.get("resnet18-cifar10").but(
+    data="digits", statistics="", model="test_compare:tiny", epochs=4, batch_size=400
 )
 
 ONE_EACH = {"grda": [0.01], "rda": [0.01], "str": [0.3], "variational-dropout": [1.0]}
 
 
-def trials_of(recipe: Recipe = SHORT, *, batches: int = 4, **options: Any) -> list[Trial]:
+def trials_of(recipe: Recipe = SHORT, *, batches: int = 4, **options: Any) -> list[Recipe]:
     return plan(recipe, **{"methods": ("sgd", "rigl"), "sparsities": (0.5, 0.8), "batches": batches, **options})
 
 
-def run(planned: list[Trial], out: Path, **options: Any) -> list[compare.Progress]:
+def run(planned: list[Recipe], out: Path, **options: Any) -> list[compare.Progress]:
     return list(compare.compare(planned, out, device=CPU, **options))
 
 
@@ -85,35 +85,41 @@ def _quick_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_by_default_every_method_takes_part_and_shares_all_but_its_own_options() -> None:
     planned = plan(SHORT, sparsities=(0.5, 0.8), seeds=2, batches=4)
-    assert {trial.contestant.method for trial in planned} == set(methods.METHODS)
-    own = {"optimizer", "method", "options", "c", "seed"}
-    shared = [field.name for field in fields(Recipe) if field.name not in own]
-    assert all(getattr(trial.recipe, name) == getattr(SHORT, name) for trial in planned for name in shared)
-    assert [trial.recipe.seed for trial in planned] == sorted(trial.recipe.seed for trial in planned)
-    assert {trial.recipe.seed for trial in planned} == {0, 1}
-    assert len({trial.name for trial in planned}) == len(planned)
-    for trial in planned:
-        assert Trial.of(trial.recipe) == trial
-        assert Trial.of(Recipe.from_dict(json.loads(json.dumps(trial.recipe.to_dict())))).name == trial.name
-        if trial.contestant.is_preset:
-            assert trial.value in (0.5, 0.8)
+    assert {recipe.pruner.name for recipe in planned} == {"grda", "sgd", "rda", "magnitude", *list(methods.METHODS)[3:]}
+    own = {"optimizer", "method", "options", "c", "lam", "seed"}
+    assert all(differing(recipe, SHORT, free=own) == [] for recipe in planned)
+    assert [recipe.seed for recipe in planned] == sorted(recipe.seed for recipe in planned)
+    assert {recipe.seed for recipe in planned} == {0, 1}
+    assert len({run_name(recipe) for recipe in planned}) == len(planned)
+    for recipe in planned:
+        assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+        if recipe.pruner.knob == "sparsity":
+            assert recipe.pruner.value in (0.5, 0.8)
 
 
-def test_variants_are_known_by_their_options_and_strangers_by_their_words() -> None:
-    planned = trials_of(methods=("magnitude", "magnitude-global", "magnitude-one-shot"), sparsities=(0.5,))
-    assert [Trial.of(trial.recipe).contestant.name for trial in planned] == [
-        "magnitude",
-        "magnitude-global",
-        "magnitude-one-shot",
-    ]
-    stranger = replace(SHORT, optimizer="sgd", method="rigl", options=(("sparsity", 0.5), ("alpha", 0.1)))
-    assert Trial.of(stranger).name == "rigl alpha=0.1-sparsity0.5-s0"
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("magnitude", {"allocation": "uniform"}),
+        ("magnitude-global", {"allocation": "global"}),
+        ("magnitude-one-shot", {"allocation": "global", "start": 0.5, "end": 0.5}),
+    ],
+)
+def test_files_from_before_variants_had_names_are_recognised_by_their_options(
+    name: str, options: dict[str, Any]
+) -> None:
+    flat = {**recipes.get("digits").values(), "optimizer": "sgd", "method": "magnitude"}
+    flat["options"] = [["sparsity", 0.9], *options.items()]
+    flat |= {part: vars(flat[part]) for part in ("schedule", "cpu", "cuda")}
+    method = Recipe.from_dict(flat).method
+    assert method is not None
+    assert (method.name, method.value) == (name, 0.9)
 
 
 def test_a_sweep_replaces_the_default_values() -> None:
     sweeps = trials.read_sweeps(["grda:c=1e-3,2e-3", "rigl:sparsity=0.7"])
     planned = trials_of(methods=("grda", "rigl"), sweeps=sweeps)
-    assert [trial.name for trial in planned] == ["grda-c0.001-s0", "grda-c0.002-s0", "rigl-sparsity0.7-s0"]
+    assert [run_name(recipe) for recipe in planned] == ["grda-c0.001-s0", "grda-c0.002-s0", "rigl-sparsity0.7-s0"]
 
 
 @pytest.mark.parametrize("text", ["grda:mu=0.5", "grda:c=", "grda:c=a", "grda", "sgd:c=1", "rig:sparsity=0.5"])
@@ -138,23 +144,22 @@ def test_a_bad_plan_is_refused_before_any_work(options: dict[str, Any], words: s
         trials_of(**options)
 
 
-def threshold(method: Grda, recipe: Recipe, steps: int) -> float:
+def threshold(optimizer: Sgd, steps: int) -> float:
     """Return the optimizer's own threshold after so many steps at a constant learning rate."""
     model = nn.Linear(1, 1, bias=False)
-    optimizer = GRDA(model.parameters(), lr=recipe.lr, c=recipe.c, mu=recipe.mu, momentum=recipe.momentum)
-    method.attach(model, optimizer, steps=steps, examples=1)
+    made = optimizer.make(model)
     model.weight.grad = torch.zeros_like(model.weight)
     for _ in range(steps):
-        optimizer.step()
-    return float(optimizer.state[model.weight]["threshold"])
+        made.step()
+    return float(made.state[model.weight]["threshold"])
 
 
 def test_the_default_sweeps_of_rda_end_at_the_thresholds_of_grda() -> None:
     recipe = replace(SHORT, schedule=Schedule(), epochs=10)
-    values = {name: trials.default_sweep(trials.contestant(name), recipe, batches=20) for name in ("grda", "rda")}
+    values = {name: trials.default_sweep(name, recipe, batches=20) for name in ("grda", "rda")}
     for c, lam in zip(values["grda"], values["rda"], strict=True):
-        ours = threshold(Grda(c=c), recipe, 200)
-        assert threshold(Rda(lam=lam), recipe, 200) == pytest.approx(ours, rel=6e-3)  # λ is rounded to three digits
+        ours, theirs = (enter(recipe, *each).optimizer for each in (("grda", c), ("rda", lam)))
+        assert threshold(theirs, 200) == pytest.approx(threshold(ours, 200), rel=6e-3)  # λ is rounded to three digits
 
 
 @pytest.mark.parametrize(
@@ -170,10 +175,10 @@ def test_the_default_sweep_of_str_is_as_strong_as_the_length_and_weight_decay_as
     steps: int, weight_decay: float, end: float
 ) -> None:
     plain = {"momentum": 0.0, "nesterov": False, "schedule": Schedule(), "epochs": steps // 10}
-    recipe = replace(SHORT, weight_decay=weight_decay, **plain)
-    decay = trials.default_sweep(trials.contestant("str"), recipe, batches=10)[1]
+    recipe = SHORT.but(weight_decay=weight_decay, **plain)
+    decay = trials.default_sweep("str", recipe, batches=10)[1]
     model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=recipe.lr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=recipe.optimizer.lr)
     methods.Str(decay=decay).attach(model, optimizer, steps=steps, examples=1)
     [s] = optimizer.param_groups[-1]["params"]
     start = s.item()
@@ -186,33 +191,33 @@ def test_the_default_sweep_of_str_is_as_strong_as_the_length_and_weight_decay_as
 @pytest.mark.parametrize("changes", [{}, {"lr": 0.025}, {"epochs": 3}, {"epochs": 300, "lr": 0.2}])
 def test_default_thresholds_end_where_those_of_the_unchanged_recipe_do(changes: dict[str, Any]) -> None:
     own = replace(recipes.get("digits"), schedule=Schedule())
-    recipe = replace(own, **changes)
-    expected = threshold(Grda(c=own.c), own, own.epochs * 45)
-    for name, kind, knob in (("grda", Grda, "c"), ("rda", Rda, "lam")):
-        value = trials.default_sweep(trials.contestant(name), recipe, 45)[1]
-        found = threshold(kind(**{knob: value}), recipe, recipe.epochs * 45)
+    recipe = own.but(**changes)
+    expected = threshold(own.optimizer, own.epochs * 45)
+    for name in ("grda", "rda"):
+        value = trials.default_sweep(name, recipe, 45)[1]
+        found = threshold(enter(recipe, name, value).optimizer, recipe.epochs * 45)
         assert found == pytest.approx(expected, rel=6e-3)  # the knob is rounded to three digits
 
 
 def test_the_default_sweep_of_an_unchanged_recipe_is_around_its_own_c() -> None:
     for name in ("digits", "resnet18-cifar10", "vgg16-cifar10-modern"):
         recipe = recipes.get(name)
-        assert trials.default_sweep(trials.contestant("grda"), recipe, 391)[1] == recipe.c
+        assert trials.default_sweep("grda", recipe, 391)[1] == recipe.optimizer.value
 
 
 def test_what_str_loses_in_a_step_counts_momentum() -> None:
-    recipe = replace(recipes.get("digits"), epochs=1, momentum=0.5, lr=0.1, weight_decay=0.0)
+    recipe = recipes.get("digits").but(epochs=1, momentum=0.5, lr=0.1, weight_decay=0.0)
     assert trials.str_decay(recipe, 1) == pytest.approx(0.01 * 0.5 / 0.1)
 
 
 def test_the_exposure_follows_the_schedule_within_an_epoch() -> None:
-    recipe = replace(recipes.get("digits"), epochs=1, momentum=0.0, lr=1.0, schedule=Schedule("cosine"))
+    recipe = recipes.get("digits").but(epochs=1, momentum=0.0, lr=1.0, schedule=Schedule("cosine"))
     assert trials.exposure(recipe, 1000) == pytest.approx(500, rel=0.01)
 
 
 def test_seeds_count_from_the_recipe_s_own() -> None:
     recipe = replace(recipes.get("digits"), seed=3)
-    assert [trial.recipe.seed for trial in plan(recipe, methods=("sgd",), seeds=2, batches=45)] == [3, 4]
+    assert [each.seed for each in plan(recipe, methods=("sgd",), seeds=2, batches=45)] == [3, 4]
 
 
 def test_what_is_named_twice_is_run_once() -> None:
@@ -226,8 +231,10 @@ def test_another_knob_than_the_method_s_is_refused_by_its_name() -> None:
 
 
 def test_a_contestant_brings_its_own_method_alone() -> None:
-    recipe = replace(recipes.get("digits"), optimizer="sgd", method="rigl", options=(("sparsity", 0.9),))
-    assert trials.contestant("sgd").enter(recipe, None).method == ""
+    recipe = enter(recipes.get("digits"), "rigl", 0.9)
+    assert recipe.method == MethodSpec.of("rigl", sparsity=0.9)
+    assert enter(recipe, "sgd", None).method is None
+    assert enter(recipe, "grda", 0.01).method is None
 
 
 @pytest.mark.parametrize(("name", "betas"), [("digits", (0.03, 1.0)), ("resnet18-cifar10", (0.00375, 0.125))])
@@ -235,15 +242,16 @@ def test_the_default_sweep_of_variational_dropout_leaves_room_for_weight_decay(
     name: str, betas: tuple[float, float]
 ) -> None:
     recipe = recipes.get(name)
-    values = trials.default_sweep(trials.contestant("variational-dropout"), recipe, batches=391)
+    values = trials.default_sweep("variational-dropout", recipe, batches=391)
     assert (values[0], values[-1]) == betas
 
 
-def ended(trial: trials.Trial, sparsity: float, **changes: Any) -> comparison.Ended:
+def ended(recipe: Recipe, sparsity: float, **changes: Any) -> comparison.Ended:
     known = {"overall_sparsity": sparsity, "test_accuracy": 90.0, "test_loss": 0.1, "seconds": 1.0, "epochs": 2}
     known |= {"peak_memory_mib": 1.0, "diverged": "", "commit": "", "device": "", "recipe": "", **changes}
-    knob, value = trial.contestant.knob or "", trial.value or math.nan
-    row = comparison.Row(trial.name, trial.contestant.name, knob, value, trial.recipe.seed, sparsity, **known)
+    pruner = recipe.pruner
+    knob, value = pruner.knob or "", pruner.value or math.nan
+    row = comparison.Row(run_name(recipe), pruner.name, knob, value, recipe.seed, sparsity, **known)
     return comparison.Ended(row, ())
 
 
@@ -266,7 +274,7 @@ def test_a_sweep_is_widened_until_it_encloses_the_sparsities(reached: dict[float
         found = [
             ended(trial, sparsity, diverged="" if sparsity == sparsity else "nan")
             for trial in planned
-            for sparsity in [reached[trial.value] if trial.contestant.name == "grda" else 0.0]
+            for sparsity in [reached[trial.pruner.value] if trial.pruner.name == "grda" else 0.0]
         ]
         elsewhere = trials_of(methods=("grda",), sweeps={"grda": [0.3]})  # a run of another command must not count
         found += [ended(trial, 0.9) for trial in elsewhere]
@@ -293,7 +301,7 @@ def test_a_second_seed_asks_for_what_the_first_alone_asked_for() -> None:
                 0: {0.1: 0.5, 0.2: 0.79, 0.4: 0.999, 0.283: 0.85},
                 1: {0.1: 0.5, 0.2: 0.95, 0.4: 0.999, 0.283: 0.97},
             }
-            found = [ended(trial, reached[trial.recipe.seed][trial.value or 0]) for trial in planned]
+            found = [ended(trial, reached[trial.seed][trial.pruner.value or 0]) for trial in planned]
             tried[:] = compare.wider(planned, found, (0.8, 0.82))["grda"]
     assert values[1] == values[2]
     assert sorted(values[1]) == [0.1, 0.2, 0.283, 0.4]
@@ -413,7 +421,7 @@ def test_the_ranking_tells_what_pruning_costs_against_dense_training_of_the_same
     accuracies = {("sgd", 0): 95.0, ("sgd", 1): 96.0, ("rigl", 0): 94.0, ("rigl", 1): 95.5}
     planned = trials_of(sparsities=(0.9,), seeds=2)
     rows = [
-        ended(trial, trial.value or 0.0, test_accuracy=accuracies[trial.contestant.name, trial.recipe.seed])
+        ended(trial, trial.pruner.value or 0.0, test_accuracy=accuracies[trial.pruner.name, trial.seed])
         for trial in planned
     ]
     first, pruned = comparison.ranking(rows, [0.9])
@@ -429,9 +437,9 @@ def test_times_of_different_devices_are_not_averaged() -> None:
     planned = trials_of(sparsities=(0.5, 0.8), sweeps={"str": [0.1, 0.2]}, methods=["sgd", "rigl", "str"])
     costs = {"sgd": ("GPU", 2.0), "rigl": ("GPU", 4.0), "str": ("CPU", 900.0)}
     rows = [
-        ended(trial, trial.value or 0.0, device=costs[name][0], seconds=costs[name][1])
+        ended(trial, trial.pruner.value or 0.0, device=costs[name][0], seconds=costs[name][1])
         for trial in planned
-        for name in [trial.contestant.name]
+        for name in [trial.pruner.name]
     ]
     rows[-1] = replace(rows[-1], row=replace(rows[-1].row, device="GPU", seconds=6.0))
     seconds = {row.method: row.seconds for row in comparison.ranking(rows, [0.5])}
@@ -456,7 +464,7 @@ def test_every_method_starts_alike_and_sees_the_same_minibatches(tmp_path: Path)
     assert numbers(dense[:1]) == numbers(pruned[:1])  # bit for bit the same, until one is pruned at half time
     assert dense[1].train_loss == pruned[1].train_loss
     assert dense[2].train_loss != pruned[2].train_loss
-    parts = [assemble(trial.recipe, device=CPU, root=None) for trial in plan(SHORT, batches=4)]
+    parts = [assemble(trial, device=CPU, root=None) for trial in plan(SHORT, batches=4)]
     for other in parts[1:]:
         torch.testing.assert_close(other.model.state_dict(), parts[0].model.state_dict(), rtol=0, atol=0)
         torch.testing.assert_close(next(other.loaders.train.epoch(3)), next(parts[0].loaders.train.epoch(3)))
@@ -466,13 +474,13 @@ def test_all_methods_go_on_after_any_stop_as_if_nothing_had_happened(tmp_path: P
     planned = plan(SHORT, sparsities=(0.8,), batches=4, sweeps=ONE_EACH)
     steps = run(planned, tmp_path / "whole")
     rows = [step.row for step in steps if step.row]
-    assert [row.run for row in rows] == [trial.name for trial in planned]
+    assert [row.run for row in rows] == [run_name(recipe) for recipe in planned]
     asked = 0
     while len([step for step in run(planned, tmp_path / "pieces", stopping=after(3)) if step.row]) < len(planned):
         asked += 1
     assert asked > len(planned) / 2
     for trial in planned:
-        whole, pieces = (runs.load(tmp_path / name / "runs" / trial.name) for name in ("whole", "pieces"))
+        whole, pieces = (runs.load(tmp_path / name / "runs" / run_name(trial)) for name in ("whole", "pieces"))
         assert numbers(whole.records()) == numbers(pieces.records())
         states = [checkpoint.latest(each.checkpoints) for each in (whole, pieces)]
         assert states[0] is not None
@@ -511,7 +519,7 @@ def test_the_tables_stand_for_runs_that_are_elsewhere(tmp_path: Path, monkeypatc
         "magnitude-sparsity0.8-s0",
     }
     # This run has only begun here; it must not hide the row of the same run, which ended elsewhere.
-    runs.create(there / "runs" / "sgd-s0", trials_of(methods=("sgd",))[0].recipe)
+    runs.create(there / "runs" / "sgd-s0", trials_of(methods=("sgd",))[0])
     comparison.write(comparison.read(there), there, [0.5])
     assert len(read_rows(there / "comparison.csv", comparison.Row)) == len(whole) + 2
     with pytest.raises(ValueError, match=r"comparison.csv has runs of resnet18-cifar10 .*epochs=4.*epochs=9"):
@@ -521,7 +529,7 @@ def test_the_tables_stand_for_runs_that_are_elsewhere(tmp_path: Path, monkeypatc
 def test_a_trial_whose_checkpoints_are_gone_keeps_its_records(tmp_path: Path) -> None:
     planned = trials_of(methods=("sgd",))
     run(planned, tmp_path, stopping=after(2))
-    begun = runs.load(tmp_path / "runs" / planned[0].name)
+    begun = runs.load(tmp_path / "runs" / run_name(planned[0]))
     records = begun.records()
     assert records
     shutil.rmtree(begun.checkpoints)
@@ -534,7 +542,7 @@ def test_a_trial_that_has_lost_its_last_record_is_not_judged_by_an_earlier_one(t
     planned = trials_of(methods=("grda",), sweeps={"grda": [0.01]})
     run(planned, tmp_path)
     comparison.write(comparison.read(tmp_path), tmp_path, [0.5])
-    folder = tmp_path / "runs" / planned[0].name
+    folder = tmp_path / "runs" / run_name(planned[0])
     [row] = [each.row for each in comparison.read(tmp_path)]
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
@@ -577,7 +585,7 @@ def test_models_that_cannot_share_compiled_code_never_use_up_the_room_for_it() -
     [trial, *_] = trials_of(methods=("str",))
     with torch._dynamo.config.patch(recompile_limit=2):
         for _ in range(4):
-            series._clear(trial.recipe)
+            series._clear(trial)
             model = tiny(3)
             methods.Str().attach(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1, examples=1)
             before = counters["stats"]["unique_graphs"]
@@ -657,7 +665,7 @@ def test_of_layers_too_nearness_is_told_by_what_is_left(compared: Path) -> None:
 
 
 def test_a_reward_is_measured_on_held_out_data_and_never_on_the_test_set() -> None:
-    parts = assemble(replace(SHORT, validation=0.2), device=CPU, root=None)
+    parts = assemble(SHORT.but(validation=0.2), device=CPU, root=None)
     assert Reward(parts.loaders).images is parts.loaders.validation
     plain = assemble(SHORT, device=CPU, root=None)
     images = Reward(plain.loaders).images

@@ -25,6 +25,7 @@ from dirprune.connect.landscape import Measurement
 from dirprune.lab import data, models
 from dirprune.lab.cli import app as cli
 from dirprune.lab.cli import console
+from dirprune.lab.methods import MethodSpec
 from dirprune.lab.progress import Progress
 from dirprune.lab.records import checkpoint
 from dirprune.lab.studies.connectivity import work as connectivity
@@ -43,7 +44,7 @@ SMALL = Options(epochs=2, points=3, grid=2, batch_size=256, lr=0.02)
 
 
 def trained(folder: Path, **changes: Any) -> Path:
-    run = runs.create(folder, replace(recipes.get("digits-short"), epochs=2, batch_size=128, **changes))
+    run = runs.create(folder, recipes.get("digits-short").but(epochs=2, batch_size=128, **changes))
     for _ in experiment.conduct(run, device=CPU):
         pass
     return folder
@@ -350,7 +351,7 @@ def start(a: Path, b: Path, out: Path, options: Options = SMALL, **arguments: An
 
 def with_recipe(run: Path, copy: Path, **changes: Any) -> Path:
     shutil.copytree(run, copy)
-    recipe = replace(runs.load(run).recipe, **changes)
+    recipe = runs.load(run).recipe.but(**changes)
     (copy / "config.json").write_text(json.dumps(recipe.to_dict()))
     return copy
 
@@ -493,8 +494,8 @@ def test_the_published_curve_runs_the_way_of_the_job() -> None:
 
 def test_a_network_that_another_method_pruned_is_not_called_sgd() -> None:
     grda = recipes.get("vgg16-cifar10")
-    sgd = replace(grda, optimizer="sgd")
-    rigl = replace(sgd, method="rigl", options=(("sparsity", 0.9),))
+    sgd = grda.but(optimizer="sgd")
+    rigl = replace(sgd, method=MethodSpec.of("rigl", sparsity=0.9))
     assert connectivity._labels((grda, 600), (sgd, 600)) == ("gRDA c=0.0005 μ=0.6", "SGD")
     assert connectivity._labels((grda, 600), (rigl, 600)) == ("gRDA c=0.0005 μ=0.6", "rigl sparsity=0.9")
     assert connectivity._published_key(grda, sgd) == (5e-4, 0.6, False)

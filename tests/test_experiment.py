@@ -24,19 +24,20 @@ from torch import nn
 
 from dirprune import sparsity
 from dirprune.lab.data.loader import Loader
+from dirprune.lab.methods import MethodSpec
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.checkpoint import CheckpointWarning
 from dirprune.lab.records.files import InUse
 from dirprune.lab.training import experiment, recipes, runs
 from dirprune.lab.training.execution import Execution
-from dirprune.lab.training.experiment import Diverged, LostRecords, assemble, conduct, make_method
+from dirprune.lab.training.experiment import Diverged, LostRecords, assemble, conduct
 from dirprune.lab.training.loop import EpochRecord, evaluate
-from dirprune.lab.training.recipes import Recipe, changed
+from dirprune.lab.training.recipe import Recipe, changed
 from dirprune.lab.training.runs import Run
 
 CPU = torch.device("cpu")
 # Four steps per epoch, the last one with a smaller batch.
-SHORT = replace(recipes.get("digits"), epochs=4, batch_size=400, c=0.05, seed=3)
+SHORT = recipes.get("digits").but(epochs=4, batch_size=400, c=0.05, seed=3)
 NOISY = replace(SHORT, model="test_train:noisy")  # a network with dropout and BatchNorm
 # Each method acts more than once in the sixteen steps; AMC first at the end of the second epoch.
 METHODS: dict[str, dict[str, Any]] = {
@@ -49,13 +50,13 @@ METHODS: dict[str, dict[str, Any]] = {
 RECIPES = {
     "small-grda": SHORT,
     "noisy-grda": NOISY,
-    "noisy-sgd": replace(NOISY, optimizer="sgd", momentum=0.9),
-    "noisy-rda": replace(NOISY, method="rda", options=(("lam", 0.01),)),
+    "noisy-sgd": NOISY.but(optimizer="sgd", momentum=0.9),
+    "noisy-rda": NOISY.but(optimizer="rda", lam=0.01),
     **{
-        f"noisy-{name}": replace(NOISY, optimizer="sgd", momentum=0.9, method=name, options=tuple(options.items()))
+        f"noisy-{name}": NOISY.but(optimizer="sgd", momentum=0.9, method=MethodSpec.of(name, **options))
         for name, options in METHODS.items()
     },
-    "noisy-exempt": replace(NOISY, exempt=("bias", "norm"), momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "noisy-exempt": NOISY.but(exempt=("bias", "norm"), momentum=0.9, nesterov=True, weight_decay=1e-3),
 }
 
 # Import these once: otherwise, every training process would spend seconds on them.
@@ -158,22 +159,16 @@ def test_a_checkpoint_from_before_methods_goes_on(tmp_path: Path) -> None:
     run = runs.create(tmp_path / "run", SHORT)
     finish(run, stopping=after(2))
     state = checkpoint.load(run.checkpoints / "epoch-0002.pt")
-    del state["method"], state["recipe"]["method"], state["recipe"]["options"]
+    del state["method"], state["recipe"]["method"]
     checkpoint.save(run.checkpoints, 2, state)
     finish(run)
     assert_equal(run, uninterrupted(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("options", [{"density": 0.1, "sparsity": 0.5}, {}])
-def test_options_that_do_not_make_the_method_are_refused(options: dict[str, float], tmp_path: Path) -> None:
-    recipe = replace(RECIPES["noisy-rigl"], options=tuple(options.items()))
-    with pytest.raises(ValueError, match=r"do not make rigl; it takes sparsity, alpha, every, until, seed"):
-        finish(runs.create(tmp_path / "run", recipe))
-
-
 def test_methods_that_draw_do_so_by_the_seed_of_the_run() -> None:
-    seeds = [make_method(replace(RECIPES["noisy-rigl"], seed=seed), lambda model: 0.0) for seed in (4, 5)]
-    assert [vars(method)["seed"] for method in seeds] == [4, 5]
+    method = RECIPES["noisy-rigl"].method
+    assert method is not None
+    assert [vars(method.make(seed=seed, reward=len))["seed"] for seed in (4, 5)] == [4, 5]
 
 
 def go_on(folder: Path, until: int) -> None:
@@ -257,7 +252,7 @@ def breaking() -> nn.Module:
     return Breaking(step=10, value=math.nan)  # the second of the four steps of epoch 3
 
 
-DIVERGING = replace(SHORT, model="test_experiment:breaking", lr=0.01)
+DIVERGING = SHORT.but(model="test_experiment:breaking", lr=0.01)
 
 
 def test_divergence_says_where_and_what_to_do(tmp_path: Path) -> None:
@@ -267,7 +262,8 @@ def test_divergence_says_where_and_what_to_do(tmp_path: Path) -> None:
     message = str(caught.value)
     path = run.checkpoints / "epoch-0002.pt"
     assert f"last good checkpoint is {path}." in message
-    assert f"--lr (now {run.recipe.lr}), --c (now {run.recipe.c}), --mu (now {run.recipe.mu})" in message
+    options = run.recipe.values()
+    assert f"--lr (now {options['lr']}), --c (now {options['c']}), --mu (now {options['mu']})" in message
     state = checkpoint.load(path)
     assert state["epoch"] == 2
     assert all(value.isfinite().all() for value in state["model"].values())
@@ -291,7 +287,7 @@ def test_divergence_never_names_a_damaged_checkpoint(tmp_path: Path) -> None:
 
 def test_divergence_never_names_weights_that_are_broken_already(tmp_path: Path) -> None:
     """With one step per epoch at an enormous rate, the first training loss is finite, but the next weights are not."""
-    run = runs.create(tmp_path / "run", replace(SHORT, optimizer="sgd", batch_size=1438, lr=1e38))
+    run = runs.create(tmp_path / "run", SHORT.but(optimizer="sgd", batch_size=1438, lr=1e38))
     with pytest.raises(Diverged, match=r"The last good checkpoint is .*epoch-0000.pt"):
         finish(run, save_every=1)
     assert checkpoint.epochs(run.checkpoints) == [0]
@@ -325,7 +321,7 @@ def test_checkpoints_come_by_the_epoch_or_by_the_clock(tmp_path: Path, monkeypat
 
 def test_both_optimizers_start_from_the_same_weights_and_see_the_same_batches() -> None:
     state = torch.get_rng_state()
-    parts = [assemble(replace(NOISY, optimizer=name), device=CPU, root=None) for name in ("grda", "sgd")]
+    parts = [assemble(NOISY.but(optimizer=name), device=CPU, root=None) for name in ("grda", "sgd")]
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(parts[0].model.state_dict(), parts[1].model.state_dict(), rtol=0, atol=0)
     for ours, theirs in zip(*(each.loaders.train.epoch(2) for each in parts), strict=True):
@@ -338,7 +334,7 @@ def test_both_optimizers_start_from_the_same_weights_and_see_the_same_batches() 
 
 
 def test_held_out_data_are_what_choices_see(tmp_path: Path) -> None:
-    run = runs.create(tmp_path / "run", replace(NOISY, validation=0.3, epochs=1))
+    run = runs.create(tmp_path / "run", NOISY.but(validation=0.3, epochs=1))
     [record] = finish(run)
     parts = assemble(run.recipe, device=CPU, root=None)
     parts.model.load_state_dict(runs.weights_of(run)[1])
@@ -399,7 +395,7 @@ def test_a_run_that_is_left_or_fails_leaves_the_threads_as_they_were(tmp_path: P
     records.close()
     assert torch.get_num_threads() == 2
     with pytest.raises(Diverged):
-        finish(runs.create(tmp_path / "diverged", replace(recipe, optimizer="sgd", lr=1e18)))
+        finish(runs.create(tmp_path / "diverged", recipe.but(optimizer="sgd", lr=1e18)))
     assert torch.get_num_threads() == 2
     free = runs.create(tmp_path / "free", replace(recipe, cpu=Execution()))  # does not set the threads
     finish(free)
@@ -430,7 +426,7 @@ def test_a_configuration_that_was_changed_is_refused(tmp_path: Path) -> None:
         ({"optimizer": "sgd"}, "optimizer='sgd'"),
     ]:
         with pytest.raises(ValueError, match=words):
-            finish(Run(run.folder, replace(run.recipe, **change)))
+            finish(Run(run.folder, run.recipe.but(**change)))
     assert finish(Run(run.folder, replace(run.recipe, keep=(1,)))) == []  # `keep` changes no result
 
 
@@ -606,6 +602,6 @@ def test_checkpoints_that_cannot_be_trusted_are_set_aside(tmp_path: Path) -> Non
 
 
 def test_a_recipe_made_of_lists_goes_on_as_one_of_tuples(tmp_path: Path) -> None:
-    run = runs.create(tmp_path / "run", replace(SHORT, epochs=2, exempt=["bias"]))  # type: ignore[arg-type]
+    run = runs.create(tmp_path / "run", SHORT.but(epochs=2, exempt=["bias"]))  # type: ignore[arg-type]
     next(conduct(run, device=CPU, save_every=1))
     assert [record.epoch for record in conduct(run, device=CPU)] == [2]

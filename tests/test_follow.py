@@ -20,6 +20,7 @@ from dirprune.lab.cli import follow
 from dirprune.lab.records import checkpoint
 from dirprune.lab.training import experiment, recipes, runs
 from dirprune.lab.training.processes import Process
+from dirprune.lab.training.recipe import changed
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 MODULE = """
@@ -121,7 +122,7 @@ def test_ctrl_c_in_the_first_epoch_of_a_new_run_keeps_nothing_and_of_an_old_one_
     assert result.exit_code == 130
     assert result.stderr.splitlines()[1:] == ["Stopped before the end of the first epoch; nothing is kept."]
     assert not Path("run").exists()
-    runs.create(Path("run"), recipes.changed(recipes.get("digits"), batch_size=256, model=words[1]))
+    runs.create(Path("run"), changed(recipes.get("digits"), batch_size=256, model=words[1]))
     assert call("resume", "run").stderr.splitlines()[1:] == [
         "Stopped; saved up to epoch 0 of 60. Continue with:",
         "    dirprune resume run --trust",

@@ -21,7 +21,7 @@ PLAIN, LEAN = (Execution(precision="bfloat16", lean=lean) for lean in (False, Tr
 
 
 def run(folder: Path, execution: Execution, epochs: int | None = None, **changes: object) -> Run:
-    recipe = replace(recipes.get("digits"), epochs=4, cpu=execution, keep=(0, 1, 2, 3, 4), **changes)
+    recipe = recipes.get("digits").but(epochs=4, cpu=execution, keep=(0, 1, 2, 3, 4), **changes)
     made = runs.load(folder) if folder.exists() else runs.create(folder, recipe)
     for record in conduct(made, device=CPU):
         if record.epoch == epochs:

@@ -32,7 +32,7 @@ from dirprune.lab.training.processes import Process, joined
 CPU = torch.device("cpu")
 WORLD = 2
 # 1438 examples in batches of 479: the processes get 240 and 239, and of the last batch, 1 and 0.
-RECIPE = replace(recipes.get("digits"), epochs=4, batch_size=479, c=0.03)
+RECIPE = recipes.get("digits").but(epochs=4, batch_size=479, c=0.03)
 
 # Import these once: otherwise, every training process would spend seconds on them.
 multiprocessing.set_forkserver_preload(

@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from dirprune.curvature import HessianOperator
 from dirprune.lab import trust
 from dirprune.lab.cli import console, drive
+from dirprune.lab.methods import MethodSpec
 from dirprune.lab.plots import save
 from dirprune.lab.progress import Progress
 from dirprune.lab.records import checkpoint
@@ -57,7 +58,7 @@ def tiny(classes: int) -> nn.Module:
 
 
 def train(folder: Path, **changes: object) -> Run:
-    recipe = replace(recipes.get("digits"), model="test_projection:tiny", epochs=2, keep=(0, 1, 2), **changes)
+    recipe = recipes.get("digits").but(model="test_projection:tiny", epochs=2, keep=(0, 1, 2), **changes)
     run = runs.create(folder, recipe)
     list(conduct(run, device=CPU))
     return run
@@ -309,7 +310,7 @@ def test_not_converging_is_said(trained: dict[str, Run], tmp_path: Path) -> None
 
 def altered(run: Run, folder: Path, **changes: object) -> Run:
     """Return a copy of a run with a changed recipe."""
-    copy = runs.create(folder / run.folder.name, replace(run.recipe, **changes))
+    copy = runs.create(folder / run.folder.name, run.recipe.but(**changes))
     for epoch in checkpoint.epochs(run.checkpoints):
         checkpoint.save(copy.checkpoints, epoch, checkpoint.load(run.checkpoints / f"epoch-{epoch:04d}.pt"))
     return copy
@@ -341,7 +342,7 @@ def test_runs_from_other_initial_weights_are_refused(trained: dict[str, Run], tm
 
 def test_other_bad_requests_are_refused(trained: dict[str, Run], tmp_path: Path) -> None:
     sgd, grda = trained["sgd"], trained["grda"]
-    rigl = replace(sgd, recipe=replace(sgd.recipe, method="rigl", options=(("sparsity", 0.5),)))
+    rigl = replace(sgd, recipe=replace(sgd.recipe, method=MethodSpec.of("rigl", sparsity=0.5)))
     for first, others, message in (
         (grda, [grda], "the first run must be the SGD run"),
         (rigl, [grda], "was trained with rigl; the first run must be the SGD run"),  # it uses SGD, but with masks

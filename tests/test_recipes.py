@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
 from dirprune import GRDA
+from dirprune.lab.methods import MethodSpec
 from dirprune.lab.names import unknown
+from dirprune.lab.tasks import Images
 from dirprune.lab.training import recipes
 from dirprune.lab.training.execution import Execution
 from dirprune.lab.training.experiment import make_optimizer
-from dirprune.lab.training.recipes import Recipe, differing
+from dirprune.lab.training.optimizers import Grda, Sgd
+from dirprune.lab.training.recipe import Recipe, differing
 from dirprune.lab.training.schedules import Schedule
 
 CIFAR: dict[str, Any] = {"batch_size": 128, "lr": 0.1, "schedule": Schedule("constant-linear-constant")}
@@ -70,15 +72,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_recipes_hold_the_published_values(name: str) -> None:
     recipe, expected = recipes.get(name), PUBLISHED[name]
-    found = {key: getattr(recipe, key) for key in expected}
+    values = recipe.values()
+    found = {key: values[key] for key in expected}
     assert found | {"published": set(recipe.published)} == expected
     assert len(set(recipe.published)) == len(recipe.published)
-    assert (recipe.c, recipe.mu) in recipe.published
-    assert recipe.optimizer == "grda"
-    assert (recipe.momentum, recipe.nesterov, recipe.weight_decay) == (0.0, False, 0.0)
-    assert recipe.exempt == ()  # biases and BatchNorm are thresholded too
-    assert recipe.augment
-    assert recipe.validation == 0.0  # reported on the whole test set, trained on the whole training set
+    assert (values["c"], values["mu"]) in recipe.published
+    assert recipe.method is None
+    rest = {"optimizer": "grda", "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
+    rest |= {"exempt": ()}  # biases and BatchNorm are thresholded too
+    rest |= {"augment": True, "validation": 0.0}  # trained on the whole training set, reported on the whole test set
+    assert rest.items() <= values.items()
 
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100"])
@@ -94,9 +97,11 @@ def test_modern_recipes_differ_in_network_length_and_rate_alone(
     name: str, model: str, epochs: int, lr: float, c: float, data: str
 ) -> None:
     recipe = recipes.get(name.format(data))
-    assert (recipe.data, recipe.model, recipe.epochs, recipe.lr, recipe.c) == (data, model, epochs, lr, c)
-    assert (recipe.momentum, recipe.nesterov, recipe.weight_decay, recipe.mu) == (0.9, True, 5e-4, 0.8)
-    assert recipe.exempt == ("bias", "norm")
+    assert recipe.task == Images(data, statistics="cifar")
+    assert (recipe.model, recipe.epochs) == (model, epochs)
+    assert recipe.optimizer == Grda(
+        lr=lr, c=c, mu=0.8, momentum=0.9, nesterov=True, weight_decay=5e-4, exempt=("bias", "norm")
+    )
     assert recipe.schedule == Schedule("cosine", warmup=1)
     assert recipe.schedule.factor(1, epochs, 0.5) == 0.5  # in the middle of the warm-up
     assert recipe.schedule.factor(epochs, epochs, 1.0) == pytest.approx(0)
@@ -110,26 +115,45 @@ def test_the_modern_digits_recipe_optimizes_as_the_modern_ones_do() -> None:
     assert others == set()
 
 
-def test_a_method_trains_with_its_own_optimizer() -> None:
+def test_a_method_trains_with_an_optimizer_that_does_not_prune() -> None:
     digits = recipes.get("digits")
-    assert replace(digits, method="rda", options=(("lam", 1e-3),)).optimizer == "grda"
-    with pytest.raises(ValueError, match="optimizer='grda' cannot be used; rigl trains with sgd"):
-        replace(digits, method="rigl")
+    with pytest.raises(ValueError, match="optimizer='grda' cannot be used; rigl prunes by itself; train with sgd"):
+        digits.but(method=MethodSpec.of("rigl", sparsity=0.9))
     with pytest.raises(ValueError, match="Did you mean 'rigl'"):
-        replace(digits, method="rigel")
+        MethodSpec.of("rigel")
 
 
-def test_a_configuration_from_before_methods_is_that_of_the_optimizer_alone() -> None:
-    old = recipes.get("digits").to_dict()
-    del old["method"], old["options"]
-    assert Recipe.from_dict(old) == recipes.get("digits")
+@pytest.mark.parametrize("options", [{"density": 0.1, "sparsity": 0.5}, {}])
+def test_options_that_do_not_make_the_method_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"cannot be used; rigl takes sparsity, alpha, every, until, seed"):
+        MethodSpec.of("rigl", **options)
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe as files held it before it had parts: every option side by side."""
+    values: dict[str, Any] = recipe.values()
+    return json.loads(json.dumps(values | {name: vars(values[name]) for name in ("schedule", "cpu", "cuda")}))
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_files_from_before_recipes_had_parts_are_read(name: str) -> None:
+    recipe = recipes.get(name)
+    assert Recipe.from_dict(flat(recipe)) == recipe
+    from_before_methods = {key: value for key, value in flat(recipe).items() if key not in ("method", "options")}
+    assert Recipe.from_dict(from_before_methods) == recipe
+    dense = recipe.but(optimizer="sgd")
+    assert Recipe.from_dict(flat(recipe) | {"optimizer": "sgd"}) == dense  # c, mu and exempt meant nothing there
+    rda = flat(recipe) | {"method": "rda", "options": [["lam", 0.001]]}  # a method that took the place of gRDA's c
+    assert Recipe.from_dict(rda) == recipe.but(optimizer="rda", lam=0.001)
+    rigl = flat(recipe) | {"optimizer": "sgd", "method": "rigl", "options": [["sparsity", 0.9]]}
+    assert Recipe.from_dict(rigl) == dense.but(method=MethodSpec.of("rigl", sparsity=0.9))
 
 
 def test_every_published_data_set_has_a_short_recipe_for_the_cpu() -> None:
     names = recipes.names()
     assert set(PUBLISHED) | {"digits"} < set(names)
     short = [recipes.get(name) for name in names if name.endswith("-short")]
-    assert {recipe.data for recipe in short} == {"digits", "cifar10", "cifar100"}
+    assert {recipe.task.data for recipe in short} == {"digits", "cifar10", "cifar100"}
     assert all(recipe.epochs <= 5 for recipe in short)
     assert all(recipe.published == () for recipe in short)  # nothing published is claimed for them
 
@@ -147,32 +171,26 @@ def test_a_recipe_with_every_field_changed_survives_json() -> None:
     changed = Recipe(
         name="own",
         about="all else than digits",
-        data="synthetic",
+        task=Images("synthetic", statistics="cifar", augment=False, validation=0.25),
         model="vgg16",
         epochs=7,
         batch_size=9,
-        optimizer="sgd",
-        lr=0.3,
-        c=0.0,
-        mu=0.9,
-        momentum=0.9,
-        nesterov=True,
-        weight_decay=1e-4,
-        exempt=("bias",),
-        method="magnitude",
-        options=(("sparsity", 0.9), ("allocation", "global")),
+        optimizer=Sgd(lr=0.3, momentum=0.9, nesterov=True, weight_decay=1e-4),
+        method=MethodSpec.of("magnitude", sparsity=0.9, allocation="global"),
         schedule=Schedule("drop", after=(2, 4), every=3, warmup=1.5),
-        statistics="cifar",
-        augment=False,
-        validation=0.25,
         seed=3,
         keep=(1, 5),
         published=((0.1, 0.2),),
         cpu=Execution(precision="bfloat16", compile=True),
         cuda=Execution(channels_last=True),
     )
-    assert all(getattr(plain, f.name) != getattr(changed, f.name) for f in fields(Recipe))
+    ours, theirs = plain.values(), changed.values()
+    assert set(ours) - set(theirs) == {"c", "mu", "exempt"}
+    assert [name for name in theirs if ours[name] == theirs[name]] == []
+    assert set(differing(plain, changed)) == set(theirs)
     assert Recipe.from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
+    rest = plain.but(lr=0.3, mu=0.9, c=0.0, exempt=("bias",), momentum=0.1, nesterov=True, weight_decay=1e-4)
+    assert Recipe.from_dict(json.loads(json.dumps(rest.to_dict()))) == rest
 
 
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
@@ -197,8 +215,13 @@ def test_a_configuration_of_another_version_is_refused() -> None:
 
 
 BAD = [
-    ("optimizer", "adam"),
-    ("options", (("sparsity", 0.9),)),
+    ("method", "rigl"),
+    ("sparsity", 0.9),
+    ("seed", -1),
+    ("epochs", 1.5),
+    ("epochs", "many"),
+    ("c", "abc"),
+    ("keep", (-1,)),
     ("epochs", 0),
     ("batch_size", 0),
     ("lr", 0.0),
@@ -219,7 +242,7 @@ BAD = [
 def test_bad_values_are_refused_by_name(name: str, value: Any) -> None:
     changes: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match="^" + re.escape(f"{name}={value!r} cannot be used; ")):
-        replace(recipes.get("digits"), **changes)
+        recipes.get("digits").but(**changes)
 
 
 def test_the_device_decides_how_steps_run() -> None:
@@ -233,21 +256,21 @@ def test_the_device_decides_how_steps_run() -> None:
 
 def test_the_optimizer_is_made_as_the_recipe_says() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    recipe = replace(recipes.get("digits"), momentum=0.9, nesterov=True, weight_decay=5e-4)
+    recipe = recipes.get("digits").but(momentum=0.9, nesterov=True, weight_decay=5e-4)
     cpu = torch.device("cpu")
-    shared = {"lr": recipe.lr, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
+    shared = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
 
-    sgd = make_optimizer(replace(recipe, optimizer="sgd"), model, cpu)
+    sgd = make_optimizer(recipe.but(optimizer="sgd"), model, cpu)
     assert type(sgd) is torch.optim.SGD
     assert shared.items() <= sgd.param_groups[0].items()
 
     grda = make_optimizer(recipe, model, cpu)
     assert type(grda) is GRDA
     [group] = grda.param_groups  # all parameters are thresholded alike
-    assert (shared | {"c": recipe.c, "mu": recipe.mu}).items() <= group.items()
+    assert (shared | {"c": 0.016, "mu": 0.7}).items() <= group.items()
     assert len(group["params"]) == 4
 
-    exempting = make_optimizer(replace(recipe, exempt=("bias", "norm")), model, cpu)
+    exempting = make_optimizer(recipe.but(exempt=("bias", "norm")), model, cpu)
     thresholded = [p for group in exempting.param_groups if group["c"] for p in group["params"]]
     assert len(thresholded) == 1
     assert thresholded[0] is model[0].weight

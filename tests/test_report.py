@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from dirprune import sparsity
 from dirprune.lab import models, plots
+from dirprune.lab.methods import MethodSpec
 from dirprune.lab.records import checkpoint
 from dirprune.lab.studies.report.report import draw, duration, layerwise, report, settings
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import conduct
-from dirprune.lab.training.recipes import Recipe
+from dirprune.lab.training.recipe import Recipe
 from dirprune.lab.training.runs import Outcome, Run
 from dirprune.lab.training.schedules import Schedule
 
-DIGITS = replace(recipes.get("digits"), epochs=3, c=0.01, mu=0.7)
+DIGITS = recipes.get("digits").but(epochs=3, c=0.01, mu=0.7)
 
 
 def make_run(folder: Path, recipe: Recipe, accuracies: list[float]) -> Run:
@@ -60,7 +61,7 @@ def test_seeds_become_one_row_with_mean_and_sample_deviation(tmp_path: Path) -> 
     finals = [90.0, 92.0, 97.0]
     for seed, final in enumerate(finals):
         make_run(tmp_path / f"g{seed}", replace(DIGITS, seed=seed), [50.0, 80.0, final])
-    make_run(tmp_path / "s", replace(DIGITS, optimizer="sgd"), [50.0, 80.0, 91.0])
+    make_run(tmp_path / "s", DIGITS.but(optimizer="sgd"), [50.0, 80.0, 91.0])
     made = report([tmp_path / name for name in ("g2", "s", "g0", "g1")])
     grda, sgd = made.rows
     assert (grda.recipe, grda.optimizer, grda.c, grda.mu) == ("digits", "grda", 0.01, 0.7)
@@ -91,42 +92,42 @@ def test_a_row_prints_percent(tmp_path: Path) -> None:
 
 
 def test_what_does_not_change_the_numbers_does_not_split_a_group(tmp_path: Path) -> None:
-    dense = replace(DIGITS, optimizer="sgd")
+    dense = DIGITS.but(optimizer="sgd")
     make_run(tmp_path / "a", dense, [50.0])
-    make_run(tmp_path / "b", replace(dense, seed=1, c=0.5, mu=0.9, keep=(1,), about="other words"), [60.0])
+    make_run(tmp_path / "b", dense.but(seed=1, keep=(1,), about="other words"), [60.0])
     assert [row.seeds for row in report([tmp_path / "a", tmp_path / "b"]).rows] == [(0, 1)]
 
 
 def test_anything_else_does(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [{}, {"c": 0.02}, {"mu": 0.6}, {"lr": 0.2}, {"epochs": 4}, {"augment": False}]
     for i, change in enumerate(changes):
-        make_run(tmp_path / str(i), replace(DIGITS, seed=i, **change), [50.0])
+        make_run(tmp_path / str(i), DIGITS.but(seed=i, **change), [50.0])
     made = report([tmp_path / str(i) for i in range(len(changes))])
     assert len(made.rows) == len({group.label for group in made.groups}) == len(changes)
 
 
 def test_settings_say_what_differs_and_no_more() -> None:
-    sgd = replace(DIGITS, optimizer="sgd")
+    sgd = DIGITS.but(optimizer="sgd")
     assert settings([sgd, DIGITS]) == ["SGD", "gRDA c=0.01 μ=0.7"]
     assert settings([sgd, replace(sgd, schedule=Schedule("drop", after=(1, 2)))]) == [
         "SGD, schedule=constant-linear-constant",
         "SGD, schedule=drop/1+2",
     ]
-    assert settings([sgd, replace(sgd, nesterov=True, exempt=("bias", "norm"), momentum=0.9)]) == [
+    assert settings([sgd, sgd.but(nesterov=True, momentum=0.9)]) == [
         "SGD, momentum=0.0",
         "SGD, momentum=0.9",
     ]
     fast = replace(sgd, cpu=replace(sgd.cpu, precision="bfloat16", compile=True))
     assert settings([sgd, fast]) == ["SGD, cpu=float32/threads=1", "SGD, cpu=bfloat16/compile/threads=1"]
-    assert settings([DIGITS, replace(DIGITS, exempt=("bias",))])[0].endswith("exempt=none")
-    rigl = replace(sgd, method="rigl", options=(("sparsity", 0.9),))
+    assert settings([DIGITS, DIGITS.but(exempt=("bias",))])[0].endswith("exempt=none")
+    rigl = replace(sgd, method=MethodSpec.of("rigl", sparsity=0.9))
     assert settings([sgd, rigl]) == ["SGD", "rigl sparsity=0.9"]
 
 
 def test_recipes_of_different_names_stand_side_by_side(tmp_path: Path) -> None:
-    wide = replace(recipes.get("wrn10x1-cifar10-short"), optimizer="sgd")
+    wide = recipes.get("wrn10x1-cifar10-short").but(optimizer="sgd")
     folders = [tmp_path / "a", tmp_path / "b"]
-    for folder, recipe in zip(folders, [replace(DIGITS, optimizer="sgd"), wide], strict=True):
+    for folder, recipe in zip(folders, [DIGITS.but(optimizer="sgd"), wide], strict=True):
         save_weights(make_run(folder, recipe, [50.0, 60.0]), 2)
     made = report(folders)
     assert [group.label for group in made.groups] == ["digits: SGD", "wrn10x1-cifar10-short: SGD"]
@@ -164,7 +165,7 @@ def test_a_run_without_an_epoch_gives_a_row_a_note_and_no_figure(tmp_path: Path)
 
 def test_notes_say_why_a_run_has_not_all_its_epochs(tmp_path: Path) -> None:
     for name, outcome in {"nan": Outcome(diverged="the loss became nan"), "cut": Outcome(), "short": None}.items():
-        run = make_run(tmp_path / name, replace(DIGITS, lr=0.1 + len(name)), [50.0])
+        run = make_run(tmp_path / name, DIGITS.but(lr=0.1 + len(name)), [50.0])
         if outcome:
             run.conclude(outcome)
     notes = report([tmp_path / name for name in ("nan", "cut", "short")]).notes
@@ -215,7 +216,7 @@ def test_a_run_whose_only_whole_checkpoint_is_its_start_has_no_layers_yet(tmp_pa
 
 def test_columns_and_figures_say_what_was_tested_on(tmp_path: Path) -> None:
     make_run(tmp_path / "test", DIGITS, [50.0])
-    make_run(tmp_path / "held-out", replace(DIGITS, validation=0.1), [50.0])
+    make_run(tmp_path / "held-out", DIGITS.but(validation=0.1), [50.0])
     held_out, either = report([tmp_path / "held-out"]), report([tmp_path / "test", tmp_path / "held-out"])
     assert report([tmp_path / "test"]).tested_on == "test"
     assert {"validation accuracy (%)", "validation loss"} < set(held_out.cells[0])
@@ -226,7 +227,7 @@ def test_columns_and_figures_say_what_was_tested_on(tmp_path: Path) -> None:
 
 
 def test_notes_warn_of_repeated_seeds_and_of_validation(tmp_path: Path) -> None:
-    held_out = replace(DIGITS, validation=0.1, epochs=1)
+    held_out = DIGITS.but(validation=0.1, epochs=1)
     for name in "ab":
         make_run(tmp_path / name, held_out, [50.0])
     repeated, validation = report([tmp_path / "a", tmp_path / "b"]).notes
@@ -299,7 +300,7 @@ def test_layers_say_of_which_epochs_they_are(tmp_path: Path) -> None:
 def test_a_real_run_end_to_end(tmp_path: Path) -> None:
     recipe = replace(recipes.get("digits-short"), epochs=2)
     for optimizer in ("sgd", "grda"):
-        run = runs.create(tmp_path / optimizer, replace(recipe, optimizer=optimizer))
+        run = runs.create(tmp_path / optimizer, recipe.but(optimizer=optimizer))
         list(conduct(run, device=torch.device("cpu")))
     made = report([tmp_path / "sgd", tmp_path / "grda"])
     [(_, [zeros])] = list(made.layers["small"].items())[1:]

@@ -33,7 +33,7 @@ from dirprune.lab.studies.reproduction import ledger
 from dirprune.lab.studies.reproduction import page as reproduction_page
 from dirprune.lab.training import recipes, runs, series
 from dirprune.lab.training.loop import EpochRecord
-from dirprune.lab.training.recipes import Recipe
+from dirprune.lab.training.recipe import Recipe
 
 VGG = recipes.get("vgg16-cifar10")
 WRN = recipes.get("wrn28x10-cifar100")
@@ -179,7 +179,7 @@ def test_collecting_twice_changes_nothing(tmp_path: Path) -> None:
     results = tmp_path / "results"
     folders = [
         make_run(tmp_path / "a", VGG, [record(1)]),
-        make_run(tmp_path / "b", replace(WRN, optimizer="sgd"), [record(1)]),
+        make_run(tmp_path / "b", WRN.but(optimizer="sgd"), [record(1)]),
     ]
     ledger.collect(folders, results)
     before = {path.name: path.read_bytes() for path in results.iterdir()}
@@ -262,14 +262,16 @@ def test_an_unfinished_run_counts_as_far_as_it_came(tmp_path: Path) -> None:
 
 def test_a_run_that_diverged_is_told_from_one_that_was_stopped(tmp_path: Path) -> None:
     results = tmp_path / "results"
-    folder = make_run(tmp_path / "run", replace(VGG, mu=0.7, seed=1), [record(1), record(50)])
+    folder = make_run(tmp_path / "run", VGG.but(mu=0.7, seed=1), [record(1), record(50)])
     runs.load(folder).conclude(runs.Outcome(diverged="the training loss became nan in step 2 of epoch 51"))
     ledger.collect([folder], results)
     assert [found.entry.complete for found in ledger.read(results)] == ["diverged"]
     assert "| 2 of 600 | diverged; up to its last epoch |" in reproduction_page.page(results)
     vgg = ["vgg16-cifar10"]
-    assert 0.7 not in [recipe.mu for recipe in reproduce.wanted(results, experiments=vgg) if recipe.optimizer == "grda"]
-    second = [recipe for recipe in reproduce.wanted(results, experiments=vgg, seeds=2) if recipe.mu == 0.7]
+    assert 0.7 not in [recipe.values().get("mu") for recipe in reproduce.wanted(results, experiments=vgg)]
+    second = [
+        recipe for recipe in reproduce.wanted(results, experiments=vgg, seeds=2) if recipe.values().get("mu") == 0.7
+    ]
     assert [recipe.seed for recipe in second] == [2]
 
 
@@ -285,7 +287,7 @@ def test_a_run_on_a_part_of_the_data_is_no_reproduction(tmp_path: Path, examples
 
 @pytest.mark.parametrize("change", [{"epochs": 200}, {"momentum": 0.9}, {"lr": 0.05}, {"c": 1e-3}])
 def test_a_run_that_departs_from_the_publication_is_no_reproduction(tmp_path: Path, change: dict[str, Any]) -> None:
-    ledger.collect([make_run(tmp_path / "run", replace(VGG, **change), [record(50)])], tmp_path / "results")
+    ledger.collect([make_run(tmp_path / "run", VGG.but(**change), [record(50)])], tmp_path / "results")
     assert all(cell.missing for cell in reproduce.compare(tmp_path / "results"))
     [line] = [line for line in reproduction_page.page(tmp_path / "results").splitlines() if "/seed0" in line]
     assert "| no: " in line
@@ -360,7 +362,7 @@ def test_the_page_shows_ours_beside_the_paper_s(tmp_path: Path) -> None:
     results, docs = tmp_path / "results", tmp_path / "docs"
     folders = [
         make_run(tmp_path / "vgg", VGG, [record(1), record(200, sparsity=0.7943)]),
-        make_run(tmp_path / "wrn", replace(WRN, optimizer="sgd"), [record(2, sparsity=0.0), record(200)]),
+        make_run(tmp_path / "wrn", WRN.but(optimizer="sgd"), [record(2, sparsity=0.0), record(200)]),
     ]
     ledger.collect(folders, results)
     (results / "bench.csv").write_text(
@@ -484,7 +486,7 @@ def test_whatever_is_not_ours_to_choose_departs_from_the_published_run() -> None
 def test_a_stop_between_the_two_tables_leaves_nothing_that_counts_as_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make_run(tmp_path / "run", replace(VGG, optimizer="sgd", seed=1), [record(1)])
+    folder = make_run(tmp_path / "run", VGG.but(optimizer="sgd", seed=1), [record(1)])
     ledger.collect([folder], tmp_path)
     for epoch in range(2, 601):
         runs.load(folder).append(record(epoch))
@@ -500,7 +502,7 @@ def test_a_stop_between_the_two_tables_leaves_nothing_that_counts_as_done(
         patch.setattr(ledger, "write_rows", stopped)
         with pytest.raises(KeyboardInterrupt):
             ledger.collect([folder], tmp_path)
-    wanted = [recipe.optimizer for recipe in reproduce.wanted(tmp_path, experiments=["vgg16-cifar10"])]
+    wanted = [recipe.optimizer.name for recipe in reproduce.wanted(tmp_path, experiments=["vgg16-cifar10"])]
     assert "sgd" in wanted  # so that `reproduce --train` collects the run again
     ledger.collect([folder], tmp_path)
     assert [len(run.epochs) for run in ledger.read(tmp_path)] == [600]
@@ -535,7 +537,7 @@ def test_a_run_began_with_its_first_session(tmp_path: Path) -> None:
 
 
 def settings_of(planned: list[Recipe]) -> list[tuple[str, float | None, int]]:
-    return [(r.name, None if r.optimizer == "sgd" else r.mu, r.seed) for r in planned]
+    return [(r.name, r.values().get("mu"), r.seed) for r in planned]
 
 
 def test_without_a_ledger_every_setting_is_wanted_once_and_follows_its_recipe(tmp_path: Path) -> None:
@@ -555,7 +557,7 @@ def test_without_a_ledger_every_setting_is_wanted_once_and_follows_its_recipe(tm
 
 def test_what_the_ledger_has_in_full_is_not_wanted_again(tmp_path: Path) -> None:
     def whole(seed: int, **changes: Any) -> Path:
-        recipe = replace(VGG, seed=seed, **changes)
+        recipe = VGG.but(seed=seed, **changes)
         return make_run(tmp_path / f"{seed}{changes}", recipe, [record(epoch) for epoch in range(1, 601)])
 
     ledger.collect([whole(2), whole(7, optimizer="sgd"), whole(1, momentum=0.9)], tmp_path / "results")
@@ -584,9 +586,7 @@ def at_first_breaking(num_classes: int) -> nn.Module:
 
 
 TWO = [
-    replace(
-        recipes.get("digits-short"), model="test_reproduce:small", epochs=3, batch_size=400, optimizer=optimizer, seed=1
-    )
+    recipes.get("digits-short").but(model="test_reproduce:small", epochs=3, batch_size=400, optimizer=optimizer, seed=1)
     for optimizer in ("sgd", "grda")
 ]
 
@@ -663,7 +663,7 @@ def test_without_data_nothing_is_left_behind(
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path, command: list[Any]) -> None:
-    runs.create(tmp_path / "runs" / runs.default_name(TWO[0]), replace(TWO[0], lr=0.5))
+    runs.create(tmp_path / "runs" / runs.default_name(TWO[0]), TWO[0].but(lr=0.5))
     result = call(*command)
     assert result.exit_code == 1
     assert "holds a run with lr=0.5, not 0.1; give another folder" in result.stderr

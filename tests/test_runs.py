@@ -17,6 +17,7 @@ import torch
 
 import dirprune
 from dirprune import sparsity
+from dirprune.lab.methods import MethodSpec
 from dirprune.lab.records import checkpoint, provenance
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.loop import EpochRecord
@@ -80,7 +81,7 @@ def test_an_outcome_comes_back(run: Run) -> None:
 
 
 def test_a_name_tells_the_method_and_its_options() -> None:
-    recipe = replace(recipes.get("digits"), optimizer="sgd", method="rigl", options=(("sparsity", 0.9),))
+    recipe = recipes.get("digits").but(optimizer="sgd", method=MethodSpec.of("rigl", sparsity=0.9))
     assert runs.default_name(recipe) == "digits-rigl-sparsity0.9-s0"
 
 
@@ -117,9 +118,9 @@ def test_a_default_name_tells_settings_apart_and_is_never_taken_twice(tmp_path: 
     recipe = recipes.get("vgg16-cifar10")
     others = [
         replace(recipe, seed=1),
-        replace(recipe, c=1e-3),
-        replace(recipe, mu=0.7),
-        replace(recipe, optimizer="sgd"),
+        recipe.but(c=1e-3),
+        recipe.but(mu=0.7),
+        recipe.but(optimizer="sgd"),
     ]
     assert len({runs.default_name(each) for each in (recipe, *others)}) == 5
     assert runs.default_name(recipe) == "vgg16-cifar10-grda-c0.0005-mu0.6-s0"
@@ -141,7 +142,7 @@ def test_what_is_not_a_run_is_refused(run: Run, tmp_path: Path) -> None:
         config.write_text(text)
         with pytest.raises(ValueError, match=r"config.json cannot be read as a recipe.*; restore it: every checkpoint"):
             runs.load(run.folder)
-    config.write_text(json.dumps(values | {"mu": -1}))
+    config.write_text(json.dumps(values | {"optimizer": {"name": "grda", "mu": -1}}))
     with pytest.raises(ValueError, match="mu=-1 cannot be used"):
         runs.load(run.folder)
 

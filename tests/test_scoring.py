@@ -38,7 +38,7 @@ def tiny(classes: int) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    recipe = replace(recipes.get("digits"), model="test_scoring:tiny", epochs=2, optimizer="sgd")
+    recipe = recipes.get("digits").but(model="test_scoring:tiny", epochs=2, optimizer="sgd")
     made = runs.create(tmp_path_factory.mktemp("runs") / "sgd", recipe)
     list(conduct(made, device=CPU))
     return made

@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of SGD and one of gRDA, one epoch each."""
     folder = tmp_path_factory.mktemp("trained")
     for optimizer in ("sgd", "grda"):
-        list(conduct(runs.create(folder / optimizer, replace(RECIPE, optimizer=optimizer)), device=torch.device("cpu")))
+        list(conduct(runs.create(folder / optimizer, RECIPE.but(optimizer=optimizer)), device=torch.device("cpu")))
     return folder
 
 

@@ -22,7 +22,8 @@ from dirprune.lab.studies import tune
 from dirprune.lab.studies.tune import Measured, Trial, choose
 from dirprune.lab.training import experiment, runs
 from dirprune.lab.training.loop import Divergence, EpochRecord, train
-from dirprune.lab.training.recipes import Recipe, changed, get
+from dirprune.lab.training.recipe import Recipe, changed
+from dirprune.lab.training.recipes import get
 
 CPU = torch.device("cpu")
 QUICK = replace(get("digits-short"), batch_size=256)
@@ -43,7 +44,7 @@ def imagine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Recipe], flo
         def last(recipe: Recipe, epochs: int, device: torch.device, root: Path | None) -> EpochRecord | None:
             tried.append(recipe)
             found = accuracy(recipe)
-            return None if found is None else record(found, recipe.c if recipe.optimizer == "grda" else 0.0)
+            return None if found is None else record(found, recipe.optimizer.value or 0.0)
 
         monkeypatch.setattr(tune, "_last", last)
         return tried
@@ -53,7 +54,9 @@ def imagine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Recipe], flo
 
 def test_c_doubles_from_1e_4_until_two_trials_in_a_row_fail(imagine: Any) -> None:
     misses = {2e-4, 1.6e-3, 3.2e-3}
-    tried = imagine(lambda r: 90.0 if r.optimizer == "sgd" else 88.9 if round(r.c, 6) in misses else 89.0)
+    tried = imagine(
+        lambda r: 90.0 if r.optimizer.value is None else 88.9 if round(r.optimizer.value, 6) in misses else 89.0
+    )
     trials = list(tune.tune(QUICK, mus=(0.51, 0.6), device=CPU))
     assert trials[0] == Trial("sgd", 0.0, 0.0, 90.0, 0.0, True)
     for mu, part in ((0.51, trials[1:7]), (0.6, trials[7:])):
@@ -61,7 +64,7 @@ def test_c_doubles_from_1e_4_until_two_trials_in_a_row_fail(imagine: Any) -> Non
         assert [trial.c for trial in part] == pytest.approx([1e-4 * 2**i for i in range(6)])
         assert [trial.passes for trial in part] == [True, False, True, True, False, False]
     assert len(tried) == len(trials)
-    assert {recipe.validation for recipe in tried} == {0.1}
+    assert {recipe.task.validation for recipe in tried} == {0.1}
 
 
 def test_the_search_ends_where_nothing_ever_fails(imagine: Any) -> None:
@@ -73,12 +76,12 @@ def test_the_search_ends_where_nothing_ever_fails(imagine: Any) -> None:
 
 def test_a_validation_share_of_the_recipe_is_kept(imagine: Any) -> None:
     tried = imagine(lambda r: 90.0)
-    next(tune.tune(replace(QUICK, validation=0.3), device=CPU))
-    assert tried[0].validation == 0.3
+    next(tune.tune(QUICK.but(validation=0.3), device=CPU))
+    assert tried[0].task.validation == 0.3
 
 
 def test_divergence_fails_a_trial_and_has_no_accuracy(imagine: Any) -> None:
-    imagine(lambda r: 90.0 if r.optimizer == "sgd" or r.c < 3e-4 else None)
+    imagine(lambda r: 90.0 if r.optimizer.value is None or r.optimizer.value < 3e-4 else None)
     trials = list(tune.tune(QUICK, mus=(0.6,), device=CPU))
     assert [(trial.accuracy, trial.passes) for trial in trials[1:]] == [
         *((90.0, True), (90.0, True)),
@@ -115,14 +118,18 @@ def test_of_the_greatest_passing_c_of_each_mu_the_sparsest_is_chosen() -> None:
 
 
 def test_recorded_trials_are_not_trained_again(imagine: Any, tmp_path: Path) -> None:
-    tried = imagine(lambda r: 90.0 if r.optimizer == "sgd" else None if r.c > 5e-4 else 90.0 - 2000 * r.c)
+    tried = imagine(
+        lambda r: (
+            90.0 if r.optimizer.value is None else None if r.optimizer.value > 5e-4 else 90.0 - 2000 * r.optimizer.value
+        )
+    )
     options: dict[str, Any] = {"mus": (0.51,), "device": CPU, "out": tmp_path / "search"}
     first = list(islice(tune.tune(QUICK, **options), 3))
     assert len(tried) == 3
     whole = list(tune.tune(QUICK, **options))
     assert [trial.passes for trial in whole] == [True, True, True, True, False, False]
     assert whole[:3] == first
-    assert [round(recipe.c, 6) for recipe in tried[3:]] == [4e-4, 8e-4, 1.6e-3]
+    assert [round(recipe.optimizer.value, 6) for recipe in tried[3:]] == [4e-4, 8e-4, 1.6e-3]
     recorded = read_rows(tmp_path / "search" / "trials.csv", Measured)
     assert [(each.optimizer, each.c, each.mu, each.accuracy) for each in recorded] == [
         (each.optimizer, each.c, each.mu, each.accuracy) for each in whole
@@ -133,7 +140,7 @@ def test_recorded_trials_are_not_trained_again(imagine: Any, tmp_path: Path) -> 
     more = list(tune.tune(QUICK, **{**options, "mus": (0.51, 0.6)}))
     assert more[:6] == whole
     assert read_rows(tmp_path / "search" / "trials.csv", Measured)[:6] == recorded
-    assert [recipe.mu for recipe in tried[6:]] == [0.6] * 5
+    assert [recipe.values()["mu"] for recipe in tried[6:]] == [0.6] * 5
 
 
 def test_a_folder_of_other_trials_is_refused_and_left_alone(imagine: Any, tmp_path: Path) -> None:
@@ -141,7 +148,7 @@ def test_a_folder_of_other_trials_is_refused_and_left_alone(imagine: Any, tmp_pa
     next(tune.tune(QUICK, device=CPU, out=tmp_path))
     before = (tmp_path / "trials.csv").read_text()
     with pytest.raises(ValueError, match=r"was started with lr=0\.1, not lr=0\.2; give another --out"):
-        next(tune.tune(replace(QUICK, lr=0.2), device=CPU, out=tmp_path))
+        next(tune.tune(QUICK.but(lr=0.2), device=CPU, out=tmp_path))
     with pytest.raises(ValueError, match=r"--epochs=3, not --epochs=2"):
         next(tune.tune(QUICK, epochs=2, device=CPU, out=tmp_path))
     with pytest.raises(ValueError, match=r"--precision=float32, not --precision=bfloat16"):
@@ -167,8 +174,8 @@ def test_a_trial_is_the_beginning_of_the_recipes_own_schedule() -> None:
     trials = tune.tune(QUICK, epochs=2, mus=(0.7,), device=CPU)
     dense, sparse = next(trials), next(trials)
     for found, recipe in (
-        (dense, replace(QUICK, optimizer="sgd", validation=0.1)),
-        (sparse, replace(QUICK, c=1e-4, mu=0.7, validation=0.1)),
+        (dense, QUICK.but(optimizer="sgd", validation=0.1)),
+        (sparse, QUICK.but(c=1e-4, mu=0.7, validation=0.1)),
     ):
         parts = experiment.assemble(recipe, device=CPU, root=None)
         assert parts.loaders.validation is not None
@@ -178,7 +185,7 @@ def test_a_trial_is_the_beginning_of_the_recipes_own_schedule() -> None:
             parts.loaders.train,
             parts.loaders.validation,
             epochs=5,
-            lr=recipe.lr,
+            lr=recipe.optimizer.lr,
             schedule=recipe.schedule,
             seed=recipe.seed,
         )
@@ -208,7 +215,7 @@ def test_the_test_set_is_never_touched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sgd_that_diverges_is_an_error_that_names_the_learning_rate() -> None:
     with pytest.raises(ValueError, match=r"SGD itself diverges at lr=1e\+30; .*--lr"):
-        next(tune.tune(replace(QUICK, lr=1e30), epochs=1, device=CPU))
+        next(tune.tune(QUICK.but(lr=1e30), epochs=1, device=CPU))
 
 
 def test_grda_that_diverges_in_training_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +252,12 @@ def test_the_command_for_machines_trains_what_was_chosen(tuned: list[str]) -> No
     assert program == "dirprune"
     assert call(*words, "--epochs", 1, "--out", "run").exit_code == 0
     run = runs.load(Path("run"))
-    assert (run.recipe.c, run.recipe.mu, run.recipe.seed, run.recipe.batch_size) == (2e-4, 0.6, 3, 256)
+    assert (*(run.recipe.values()[name] for name in ("c", "mu")), run.recipe.seed, run.recipe.batch_size) == (
+        2e-4,
+        0.6,
+        3,
+        256,
+    )
     assert run.sessions()[-1]["data"] == str(Path("my data").resolve())
 
 
@@ -314,7 +326,7 @@ def test_an_interrupted_search_goes_on_where_it_stopped(tuned: list[str], monkey
 
 
 def test_when_nothing_passes_the_command_says_what_to_do(tuned: list[str], imagine: Any) -> None:
-    imagine(lambda r: 500.0 if r.optimizer == "sgd" else 0.0)
+    imagine(lambda r: 500.0 if r.optimizer.value is None else 0.0)
     result = call(*tuned)
     assert result.exit_code == 1
     assert "--tolerance" in result.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, is_dataclass
 from enum import Enum
 from itertools import chain
 from pathlib import Path
@@ -41,7 +41,7 @@ from dirprune.lab.studies.theorem import verb as theorem
 from dirprune.lab.text import NOTHING
 
 if TYPE_CHECKING:
-    from dirprune.lab.training.recipes import Recipe
+    from dirprune.lab.training.recipe import Recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -105,11 +105,12 @@ def demo(
         from dirprune.lab.cli.follow import follow
         from dirprune.lab.studies.report.report import layerwise, report
         from dirprune.lab.training import recipes, runs
+        from dirprune.lab.training.recipe import changed
 
         folder = runs.unused(out)
-        recipe = recipes.changed(recipes.get("digits"), epochs=epochs, seed=seed)
+        recipe = changed(recipes.get("digits"), epochs=epochs, seed=seed)
         for optimizer, name in (("sgd", "SGD"), ("grda", "gRDA")):
-            run = runs.create(folder / optimizer, replace(recipe, optimizer=optimizer))
+            run = runs.create(folder / optimizer, recipe.but(optimizer=optimizer))
             try:
                 follow(run, device="cpu", title=name, quiet=True)
             except typer.Exit:
@@ -129,7 +130,7 @@ def demo(
         print(f"\nWhat gRDA left of each layer:\n\n{layerwise(runs.load(folder / 'grda'))[1]}")
         print(f"\nFigure (accuracy and sparsity over training): {figure}")
         print("In your own script:")
-        numbers = f"lr={recipe.lr:g}, c={recipe.c:g}, mu={recipe.mu:g}"
+        numbers = ", ".join(f"{name}={recipe.values()[name]:g}" for name in ("lr", "c", "mu"))
         print(f"    optimizer = dirprune.GRDA(model.parameters(), {numbers})")
 
 
@@ -168,8 +169,9 @@ def train(
     with clear_errors():
         from dirprune.lab.cli.follow import device_of, follow
         from dirprune.lab.training import recipes, runs
+        from dirprune.lab.training.recipe import changed
 
-        chosen = recipes.changed(
+        chosen = changed(
             recipes.get(recipe),
             optimizer=optimizer.value if optimizer else None,
             c=c,
@@ -190,7 +192,7 @@ def train(
                 f"--keep {keep!r} names epoch {max(chosen.keep)}, but the run ends after epoch {chosen.epochs}; give "
                 "epochs up to that, or a larger --epochs"
             )
-        for remark in _remarks(chosen, device_of(device).type, c=c, mu=mu, lean=lean):
+        for remark in _remarks(chosen, device_of(device).type, lean=lean):
             say_once(remark)
         folder = out or runs.unused(Path("runs") / runs.default_name(chosen))
         follow(
@@ -282,10 +284,11 @@ def tune(
         from dirprune.lab.cli.follow import device_of
         from dirprune.lab.studies import tune as tuning
         from dirprune.lab.training import recipes
+        from dirprune.lab.training.recipe import changed
 
         given = {"lr": lr, "batch_size": batch_size, "seed": seed, "model": model}
         given["precision"] = precision.value if precision else None
-        chosen = recipes.changed(recipes.get(recipe), **given)
+        chosen = changed(recipes.get(recipe), **given)
         trials = []
         length = "1 epoch" if epochs == 1 else f"{epochs} epochs"
         mus, where = mu or tuning.MUS, device_of(device)
@@ -355,11 +358,11 @@ def recipes(
                 emit(recipe.to_dict())
             return
         if name:
-            values = found[0].to_dict()
+            values = found[0].values()
             show(f"dirprune train {name}", ("field", "value"), [(key, _text(values[key])) for key in values], left=2)
             return
-        rows = [(r.name, r.about + _published(r.published), str(r.epochs), f"{r.c:g}", f"{r.mu:g}") for r in found]
-        show("dirprune train RECIPE", ("recipe", "what", "epochs", "c", "μ"), rows, left=2, spare=("c", "μ"))
+        rows = [(r.name, r.about + _published(r.published), str(r.epochs), r.setting) for r in found]
+        show("dirprune train RECIPE", ("recipe", "what", "epochs", "setting"), rows, left=2, spare=("setting",))
 
 
 @app.command()
@@ -410,24 +413,21 @@ for study in (theorem, direction, connectivity, comparison, reproduction, deploy
     app.add_typer(study.app)
 
 
-def _remarks(
-    recipe: Recipe, device_type: str, *, c: float | None, mu: float | None, lean: bool | None
-) -> Iterator[str]:
+def _remarks(recipe: Recipe, device_type: str, *, lean: bool | None) -> Iterator[str]:
     """Yield remarks on effects of the given options that a user may not expect."""
-    idle = [name for name, value in (("--c", c), ("--mu", mu)) if value is not None]
-    if recipe.optimizer == "sgd" and idle:
-        yield f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect with --optimizer sgd."
     if lean and recipe.execution(device_type).precision != "bfloat16":
         yield "--lean has no effect in float32; add --precision bfloat16."
     factor = recipe.schedule.factor(1, recipe.epochs)
     if recipe.schedule.kind != "cosine" and factor < 1:
         many = f"{recipe.epochs} epoch{'s' if recipe.epochs > 1 else ''}"
-        start = f"training starts at lr {factor * recipe.lr:g}"
+        start = f"training starts at lr {factor * recipe.optimizer.lr:g}"
         yield f"With {many} this schedule never reaches the base rate; {start}."
 
 
 def _text(value: Any) -> str:
     """Return a recipe value as text for a table cell."""
+    if is_dataclass(value):
+        value = vars(value)
     if isinstance(value, dict):
         return "\n".join(f"{key} {_text(each)}" for key, each in value.items())
     if isinstance(value, tuple):

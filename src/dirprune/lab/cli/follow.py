@@ -273,13 +273,13 @@ def _conclude(run: Run, quiet: bool, is_new: bool, process: Process) -> bool:
         say(f"{run.folder}: all {run.recipe.epochs} epochs are done, but metrics.jsonl has no record of them.")
         return True
     last = records[-1]
-    what = "validation" if run.recipe.validation else "test"
+    what = "validation" if run.recipe.task.validation else "test"
     say(
         f"{run.folder}: epoch {last.epoch} of {run.recipe.epochs}, {what} accuracy {last.test_accuracy:.2f}%, "
         f"{last.sparsity:.2%} of all parameters are zero. See it with:"
     )
     say(f"    dirprune report {shlex.quote(str(run.folder))}")
-    if run.recipe.pruner == "grda":
+    if run.recipe.optimizer.decides:
         for line in _remarks_on_zeros(run, last):
             say(line)
     return True
@@ -290,7 +290,8 @@ def _remarks_on_zeros(run: Run, last: EpochRecord) -> Iterator[str]:
     outcome = run.outcome()
     layers = outcome.zeros.layers if outcome and outcome.zeros else ()
     gone = [layer.name for layer in layers if layer.is_weight and layer.zeros == layer.total > 0]
-    knobs = f"--c ({run.recipe.c:g}) or --lr ({run.recipe.lr:g})"
+    knob, lr = run.recipe.optimizer.knob, run.recipe.optimizer.lr
+    knobs = f"--{knob} ({run.recipe.optimizer.value:g}) or --lr ({lr:g})"
     if last.weight_sparsity == 1:
         yield f"Every weight is zero: the threshold grew past all of them. Lower {knobs}."
     elif gone:

@@ -39,13 +39,13 @@ class Weight:
 class Method:
     """Dense training, and the base class of the methods that prune; each overrides what it needs.
 
-    ``name`` is the name that users give, ``trains_with`` the optimizer it is meant for ("sgd" or "grda"), and ``knob``
-    the option that decides the sparsity: "sparsity" itself if it is preset, None if nothing is pruned.
+    ``name`` is the name that users give, ``knob`` the option that decides the sparsity: "sparsity" itself if it is
+    preset, None if nothing is pruned. ``makes_classes`` says that it creates new classes of layers in every run.
     """
 
     name: ClassVar[str] = "sgd"
-    trains_with: ClassVar[str] = "sgd"
     knob: ClassVar[str | None] = None
+    makes_classes: ClassVar[bool] = False
 
     model: nn.Module
     optimizer: Optimizer

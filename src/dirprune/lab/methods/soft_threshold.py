@@ -56,6 +56,7 @@ class Str(Reparametrised):
 
     name = "str"
     knob = "decay"
+    makes_classes = True  # a parametrized layer has a class of its own
 
     def __init__(self, *, decay: float = 5e-4, start: float = -10.0) -> None:
         if not 0 <= decay < math.inf:

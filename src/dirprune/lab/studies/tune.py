@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from dirprune.lab.records.provenance import environment
 from dirprune.lab.records.tables import measuring, merge_rows, read_rows
 from dirprune.lab.training.experiment import assemble, check_fit
 from dirprune.lab.training.loop import Divergence, EpochRecord, train
-from dirprune.lab.training.recipes import FREE_TO_CHANGE, Recipe, changed
+from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe, changed
 
 MUS = (0.501, 0.51, 0.55)
 C_START = 1e-4
@@ -89,19 +89,21 @@ def tune(
         raise ValueError(f"--epochs {epochs} cannot be used; trials of this recipe have 1 to {recipe.epochs} epochs")
     if not tolerance >= 0:
         raise ValueError(f"--tolerance {tolerance:g} cannot be used; give how many points of accuracy may be lost, ≥ 0")
-    recipe = replace(recipe, validation=recipe.validation or VALIDATION)
-    starts = [changed(recipe, optimizer="grda", c=C_START, mu=mu) for mu in mus]  # raises for a bad μ before training
+    recipe = recipe.but(validation=recipe.task.validation or VALIDATION)
+    starts = [
+        changed(recipe, optimizer="grda", method=None, c=C_START, mu=mu) for mu in mus
+    ]  # raises for a bad μ before training
     settings = {"--epochs": epochs, "--precision": recipe.execution(device.type).precision, **_shared(recipe)}
     with measuring(out, settings, environment(device), table=TABLE) if out else nullcontext():
         trial = _Trials(epochs, device, root, out)
-        dense = trial(replace(recipe, optimizer="sgd"))
+        dense = trial(recipe.but(optimizer="sgd", method=None))
         if dense.accuracy is None:
-            raise ValueError(f"SGD itself diverges at lr={recipe.lr}; tune the learning rate first (--lr)")
+            raise ValueError(f"SGD itself diverges at lr={recipe.optimizer.lr}; tune the learning rate first (--lr)")
         yield dense
         for start in starts:
-            c, misses = start.c, 0
+            c, misses = C_START, 0
             while c <= C_LIMIT and misses < MISSES:
-                found = trial(replace(start, c=c), least=dense.accuracy - tolerance)
+                found = trial(start.but(c=c), least=dense.accuracy - tolerance)
                 yield found
                 misses = 0 if found.passes else misses + 1
                 c *= 2
@@ -118,13 +120,14 @@ class _Trials:
 
     def __call__(self, recipe: Recipe, *, least: float = -math.inf) -> Trial:
         """Return the trial of a recipe, which passes if its accuracy is at least ``least``."""
-        key = (recipe.optimizer, recipe.c, recipe.mu) if recipe.optimizer == "grda" else (recipe.optimizer, 0.0, 0.0)
+        options = vars(recipe.optimizer)
+        key = (recipe.optimizer.name, options.get("c", 0.0), options.get("mu", 0.0))
         found = self.known.get(key)
         if found is None:
             record = _last(recipe, self.epochs, self.device, self.root)
             accuracy, zeros = (record.test_accuracy, record.sparsity) if record else (None, 0.0)
             found = Measured(*key, accuracy, zeros)
-            if self.table and (record or recipe.optimizer == "grda"):  # without SGD there is no search to continue
+            if self.table and (record or "c" in options):  # without SGD there is no search to continue
                 merge_rows(self.table, Measured, [found], key=("optimizer", "c", "mu"))
         return Trial(**asdict(found), passes=found.accuracy is not None and found.accuracy >= least)
 
@@ -132,7 +135,8 @@ class _Trials:
 def _shared(recipe: Recipe) -> dict[str, Any]:
     """Return what all trials of a search share."""
     varied = {"optimizer", "c", "mu"} | FREE_TO_CHANGE
-    return {name: value for name, value in recipe.to_dict().items() if name not in varied}
+    values = {name: value for name, value in recipe.values().items() if name not in varied}
+    return {**values, "schedule": asdict(recipe.schedule)}
 
 
 def choose(trials: Iterable[Trial]) -> Trial | None:
@@ -154,7 +158,7 @@ def _last(recipe: Recipe, epochs: int, device: torch.device, root: Path | None) 
         parts.loaders.train,
         parts.loaders.validation,
         epochs=recipe.epochs,
-        lr=recipe.lr,
+        lr=recipe.optimizer.lr,
         schedule=recipe.schedule,
         seed=recipe.seed,
         execution=execution,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,18 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
-from dirprune import GRDA, prunable_groups, sparsity
+from dirprune import sparsity
 from dirprune._support.modes import seeded
-from dirprune.lab import data, methods, models
-from dirprune.lab.data.loader import STATISTICS, Loader
+from dirprune.lab import data, models
+from dirprune.lab.data.loader import Loader
 from dirprune.lab.methods import Method
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.files import as_read
 from dirprune.lab.training.loop import Divergence, EpochRecord, train
 from dirprune.lab.training.processes import Process
-from dirprune.lab.training.recipes import Recipe
+from dirprune.lab.training.recipe import Recipe
 from dirprune.lab.training.reward import Reward
 from dirprune.lab.training.runs import Outcome, Run, check_unchanged
 from dirprune.optim.options import MACHINE
@@ -68,15 +67,11 @@ def load_data(
 ) -> data.Loaders:
     """Return the loaders of the recipe's data."""
     process = process or Process()
-    return data.load(
-        recipe.data,
+    return recipe.task.load(
         batch_size=recipe.batch_size,
         seed=recipe.seed,
-        root=root,
         device=device,
-        validation=recipe.validation,
-        normalization=STATISTICS.get(recipe.statistics),
-        augment=recipe.augment,
+        root=root,
         rank=process.rank,
         world_size=process.world_size,
     )
@@ -84,49 +79,7 @@ def load_data(
 
 def make_optimizer(recipe: Recipe, model: nn.Module, device: torch.device) -> Optimizer:
     """Return the recipe's optimizer. If steps are captured, its learning rate is a tensor on the device."""
-    captured = recipe.execution(device.type).captures(device)
-    if recipe.optimizer == "sgd":
-        return SGD(
-            model.parameters(),
-            lr=torch.tensor(recipe.lr, device=device) if captured else recipe.lr,
-            momentum=recipe.momentum,
-            nesterov=recipe.nesterov,
-            weight_decay=recipe.weight_decay,
-            fused=True if captured else None,
-        )
-    groups = prunable_groups(model, recipe.c, recipe.exempt) if recipe.exempt else model.parameters()
-    return GRDA(
-        groups,
-        lr=recipe.lr,
-        c=recipe.c,
-        mu=recipe.mu,
-        momentum=recipe.momentum,
-        nesterov=recipe.nesterov,
-        weight_decay=recipe.weight_decay,
-        capturable=captured,
-    )
-
-
-def make_method(recipe: Recipe, reward: Callable[[nn.Module], float]) -> Method:
-    """Return the recipe's pruning method, not yet attached. A method that uses random numbers gets the recipe's seed.
-
-    Args:
-        recipe: the recipe; without a method, that of its plain optimizer is returned.
-        reward: a function that scores a model, higher is better, for methods that search.
-
-    Raises:
-        ValueError: the method does not take these options, or lacks a required one.
-    """
-    kind = methods.get(recipe.pruner)
-    known = inspect.signature(kind).parameters
-    given: dict[str, Any] = {"seed": recipe.seed, "reward": reward}
-    options = {name: value for name, value in given.items() if name in known} | dict(recipe.options)
-    wrong = sorted(options.keys() - known.keys())
-    missing = [name for name, p in known.items() if p.default is p.empty and name not in options]
-    if wrong or missing:
-        takes = ", ".join(name for name in known if name != "reward")
-        raise ValueError(f"options={dict(recipe.options)} do not make {kind.name}; it takes {takes}")
-    return kind(**options)
+    return recipe.optimizer.make(model, device if recipe.execution(device.type).captures(device) else None)
 
 
 def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -185,7 +138,8 @@ def _conduct(
     check_fit(recipe, parts, device)
     if process.is_first:
         _check_batches(recipe, parts.loaders.train)
-    method = make_method(recipe, Reward(parts.loaders, execution, process))
+    reward = Reward(parts.loaders, execution, process)
+    method = recipe.method.make(seed=recipe.seed, reward=reward) if recipe.method else Method()
     process.wait()  # the first process may still be writing a checkpoint
     found = checkpoint.latest(run.checkpoints)
     _check_records(run, found[0] if found else None, tell=process.is_first)
@@ -210,7 +164,7 @@ def _conduct(
         watch(parts.loaders.train),
         parts.loaders.validation or parts.loaders.test,
         epochs=recipe.epochs,
-        lr=recipe.lr,
+        lr=recipe.optimizer.lr,
         schedule=recipe.schedule,
         seed=recipe.seed,
         done=done,
@@ -283,9 +237,7 @@ def _go_back(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoin
 def _advice(run: Run, error: Divergence, saved: int) -> str:
     """Return a message that says where a run diverged, which checkpoint is left and what to try."""
     recipe = run.recipe
-    knobs = [("--lr", recipe.lr)]
-    if recipe.pruner == "grda":
-        knobs += [("--c", recipe.c), ("--mu", recipe.mu)]
+    knobs = [(f"--{name}", vars(recipe.optimizer)[name]) for name in ("lr", *recipe.optimizer.decides)]
     smaller = ", ".join(f"{name} (now {value})" for name, value in knobs)
     return (
         f"{error}. The last good checkpoint is {checkpoint.path_of(run.checkpoints, saved)}. "
@@ -304,7 +256,7 @@ def check_fit(recipe: Recipe, parts: Parts, device: torch.device) -> None:
     This runs before anything is written. Weights, gradients, buffers and random state are restored.
     """
     model, execution, shape = parts.model, recipe.execution(device.type), tuple(parts.loaders.shape)
-    what = f"model={recipe.model!r} does not fit data={recipe.data!r}, whose images have shape {shape}"
+    what = f"model={recipe.model!r} does not fit data={recipe.task.data!r}, whose images have shape {shape}"
     inputs = torch.zeros(2, *shape, device=device).to(memory_format=execution.memory_format)
     expected = (2, parts.loaders.classes)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -114,9 +114,7 @@ def train(
         method.attach(model, optimizer, steps=epochs * len(train_set), examples=train_set.examples)
     method.check_attached(model)
     model.train()
-    # DDP, masks and reparametrisations need float32 weights.
-    alone = parallel is model and method.trains_with == "grda"
-    weights = lowered(model, optimizer, execution) if alone else nullcontext()
+    weights = lowered(model, optimizer, execution) if parallel is model else nullcontext()  # DDP needs float32
     with weights:
         step = make_step(model, parallel, optimizer, tally, execution, example, batch_sizes(train_set), method.penalty)
         scoring = make_scoring(model, parallel, execution, device)

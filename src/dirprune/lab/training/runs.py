@@ -30,7 +30,7 @@ from dirprune.lab.data import ON_DISK, data_root
 from dirprune.lab.records import checkpoint, provenance
 from dirprune.lab.records.files import LOCK, InUse, as_read, locked, taken, to_json, write_json, write_text
 from dirprune.lab.training.loop import EpochRecord
-from dirprune.lab.training.recipes import FREE_TO_CHANGE, Recipe, differing
+from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe, differing
 from dirprune.zeros import LayerSparsity
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -180,7 +180,7 @@ class Run:
 
     def note_session(self, device: torch.device, world_size: int, root: Path | None, examples: int) -> None:
         """Add this session to environment.json, with the data folder and the number of training examples."""
-        told = root is not None or self.recipe.data in ON_DISK
+        told = root is not None or self.recipe.task.data in ON_DISK
         where = str(data_root(root).resolve()) if told else ""
         made = {**provenance.environment(device, world_size), "data": where, "examples": examples}
         provenance.note_session(self.folder, made)
@@ -217,11 +217,7 @@ def keeping(run: Run, epochs: Sequence[int]) -> Run:
 
 def default_name(recipe: Recipe) -> str:
     """Return a folder name made of recipe, setting and seed, e.g. vgg16-cifar10-grda-c0.0005-mu0.6-s0."""
-    if recipe.method:
-        setting = "-".join([recipe.method, *(f"{name}{value}" for name, value in recipe.options)])
-    else:
-        setting = f"grda-c{recipe.c:g}-mu{recipe.mu:g}" if recipe.optimizer == "grda" else recipe.optimizer
-    return f"{recipe.name}-{setting}-s{recipe.seed}"
+    return f"{recipe.name}-{recipe.pruner.tag}-s{recipe.seed}"
 
 
 def unused(folder: Path) -> Path:
@@ -270,7 +266,7 @@ def check_unchanged(run: Run, state: checkpoint.State) -> None:
     # Read both alike: fields that an old checkpoint lacks get their defaults, and lists become tuples.
     trained, here = (Recipe.from_dict(values) for values in (state["recipe"], as_read(run.recipe.to_dict())))
     if names := differing(trained, here, FREE_TO_CHANGE):
-        was, told = (getattr(recipe, names[0]) for recipe in (trained, here))
+        was, told = (recipe.values()[names[0]] for recipe in (trained, here))
         raise ValueError(
             f"{run.folder / 'config.json'} says {names[0]}={told!r}, but this run was trained with {was!r}; restore "
             "that, or start a new run with `dirprune train`"

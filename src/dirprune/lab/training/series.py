@@ -12,7 +12,7 @@ import torch
 from dirprune.lab.records import checkpoint
 from dirprune.lab.training import runs
 from dirprune.lab.training.experiment import Diverged, conduct
-from dirprune.lab.training.recipes import FREE_TO_CHANGE, Recipe, differing
+from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe, differing
 from dirprune.lab.training.runs import Run
 
 
@@ -82,7 +82,7 @@ def _open(plan: Planned) -> Run:
         return runs.create(plan.folder, plan.recipe)
     run = runs.load(plan.folder)
     if other := differing(run.recipe, plan.recipe, FREE_TO_CHANGE):
-        there, here = (getattr(recipe, other[0]) for recipe in (run.recipe, plan.recipe))
+        there, here = (recipe.values()[other[0]] for recipe in (run.recipe, plan.recipe))
         raise ValueError(f"{plan.folder} holds a run with {other[0]}={there}, not {here}; give another folder")
     return runs.keeping(run, plan.recipe.keep)
 
@@ -96,5 +96,5 @@ def _clear(recipe: Recipe) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if recipe.method == "str":
+    if recipe.method and recipe.method.variant.kind.makes_classes:
         torch.compiler.reset()

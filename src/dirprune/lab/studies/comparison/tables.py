@@ -25,10 +25,11 @@ from dirprune.lab.studies.comparison import figures as comparison_plots
 from dirprune.lab.studies.comparison.figures import layer_bars
 from dirprune.lab.studies.comparison.ranking import Point, paired_gap, rank
 from dirprune.lab.studies.comparison.tradeoff import Curve, LayerBar, distance
-from dirprune.lab.studies.comparison.trials import CONTESTANTS, Trial, known_as, setting
+from dirprune.lab.studies.comparison.trials import CONTESTANTS, known_as, setting
 from dirprune.lab.text import NOTHING, duration
 from dirprune.lab.training import recipes, runs
-from dirprune.lab.training.recipes import FREE_TO_CHANGE, Recipe, departures
+from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe
+from dirprune.lab.training.recipes import departures
 from dirprune.lab.training.runs import Outcome, Run
 
 
@@ -81,7 +82,7 @@ class Row:
         Raises:
             ValueError: the records do not include the last epoch, whose numbers the row needs.
         """
-        trial, records = Trial.of(run.recipe), run.records()
+        pruner, records = run.recipe.pruner, run.records()
         last = records[-1] if records else None
         reached = last.epoch if last else 0
         if reached < run.recipe.epochs and not outcome.diverged:
@@ -91,9 +92,9 @@ class Row:
             )
         return Row(
             run=run.folder.name,
-            method=trial.contestant.name,
-            knob=trial.contestant.knob or "",
-            value=_number(trial.value),
+            method=pruner.label if run.recipe.method else pruner.name,
+            knob=pruner.knob or "",
+            value=_number(pruner.value),
             seed=run.recipe.seed,
             sparsity=last.weight_sparsity if last else math.nan,
             overall_sparsity=last.sparsity if last else math.nan,
@@ -109,19 +110,21 @@ class Row:
         )
 
 
-CHOICES = {"optimizer", "method", "options", "c", "seed"} | FREE_TO_CHANGE
-"""Recipe fields in which runs of one comparison may differ."""
+CHOICES = {"optimizer", "method", "options", "c", "lam", "seed"} | FREE_TO_CHANGE
+"""Options in which runs of one comparison may differ."""
+
+_OF_ONE_METHOD = {"mu", "exempt"}
+"""Options that all runs of one method share, and that other methods do not have."""
 
 
 def shared(recipe: Recipe) -> str:
     """Return a description of what a run shares with all others of its comparison.
 
-    >>> from dataclasses import replace
-    >>> shared(replace(recipes.get("digits"), epochs=3, c=0.1))
+    >>> shared(recipes.get("digits").but(epochs=3, c=0.1))
     'digits epochs=3'
     """
     known = recipe.name in recipes.names()
-    return f"{recipe.name} {departures(recipe, CHOICES) if known else ''}".rstrip()
+    return f"{recipe.name} {departures(recipe, CHOICES | _OF_ONE_METHOD) if known else ''}".rstrip()
 
 
 @dataclass(frozen=True)

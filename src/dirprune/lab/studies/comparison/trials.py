@@ -7,13 +7,12 @@ preset sparsity is run at the requested sparsities, any other at several values 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
-from dirprune.lab import methods
+from dirprune.lab.methods import METHODS, Method, MethodSpec, Variant
 from dirprune.lab.names import unknown
 from dirprune.lab.training import recipes
-from dirprune.lab.training.experiment import make_method
-from dirprune.lab.training.recipes import Option, Recipe
+from dirprune.lab.training.optimizers import OPTIMIZERS, Grda, Sgd
+from dirprune.lab.training.recipe import Recipe
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)
 """A strength is swept over these multiples of a moderate one."""
@@ -28,99 +27,35 @@ FASTEST = 0.01
 """The largest fraction of STR's s that decays in one step. With 0.04, networks were destroyed before they learned."""
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """A method as it enters a comparison.
+CONTESTANTS: Mapping[str, type[Sgd] | Variant] = {**OPTIMIZERS, **METHODS}
+"""What takes part in a comparison: every optimizer and method, by the name that users type."""
 
-    ``name`` is what users type and ``title`` what figures show. ``options`` are the arguments of the method other than
-    its knob. ``cost`` says what the method needs in addition to the epochs that all methods have.
-    """
-
-    name: str
-    title: str
-    method: str
-    cost: str
-    options: tuple[tuple[str, Option], ...] = ()
-
-    @property
-    def knob(self) -> str | None:
-        return methods.get(self.method).knob
-
-    @property
-    def is_preset(self) -> bool:
-        return self.knob == "sparsity"
-
-    @property
-    def is_swept(self) -> bool:
-        """Whether it is run at several values of a knob that influences the sparsity, but is not the sparsity."""
-        return self.knob is not None and not self.is_preset
-
-    def enter(self, recipe: Recipe, value: float | None) -> Recipe:
-        """Return the recipe with this method, its knob at ``value``."""
-        optimizer = methods.get(self.method).trains_with
-        plain = replace(recipe, optimizer=optimizer, method="", options=())
-        if value is None or self.knob is None:
-            return plain
-        if self.method == "grda":
-            return replace(plain, c=value)
-        return replace(plain, method=self.method, options=((self.knob, value), *self.options))
+DEFAULT = tuple(name for name in CONTESTANTS if name not in METHODS or not METHODS[name].fixed)
 
 
-_CONTESTANTS = (
-    Contestant("grda", "gRDA", "grda", "one more copy of the weights, the accumulator"),
-    Contestant("sgd", "SGD (dense)", "sgd", "nothing: it does not prune"),
-    Contestant("rda", "RDA (ℓ₁)", "rda", "one more copy of the weights, the accumulator"),
-    Contestant("magnitude", "magnitude", "magnitude", "sorting each layer's weights, every 100 steps or more often"),
-    Contestant(
-        "magnitude-global",
-        "magnitude, global",
-        "magnitude",
-        "sorting all weights, every 100 steps or more often",
-        options=(("allocation", "global"),),
-    ),
-    Contestant(
-        "magnitude-one-shot",
-        "magnitude, one-shot",
-        "magnitude",
-        "nothing: it trains densely for the first half of the epochs, prunes once and fine-tunes for the second half",
-        options=(("allocation", "global"), ("start", 0.5), ("end", 0.5)),
-    ),
-    Contestant(
-        "variational-dropout",
-        "variational dropout",
-        "variational-dropout",
-        "twice the parameters, and a second product per layer",
-    ),
-    Contestant(
-        "rigl",
-        "RigL",
-        "rigl",
-        "sorting each layer's weights twice, every 100 steps or more often; its first weights are divided by √density "
-        "in networks without normalisation",
-    ),
-    Contestant(
-        "amc",
-        "AMC",
-        "amc",
-        "4 searches of 100 evaluations each: it trains densely for the first half of the epochs, prunes in four stages "
-        "until three quarters of them and fine-tunes for the rest",
-    ),
-    Contestant("str", "STR", "str", "one more parameter per layer, and a threshold in every forward pass"),
-)
-CONTESTANTS: Mapping[str, Contestant] = {each.name: each for each in _CONTESTANTS}
-DEFAULT = tuple(methods.METHODS)
-
-
-def contestant(name: str) -> Contestant:
+def contestant(name: str) -> type[Sgd] | Variant:
     """Return the contestant called ``name``; if there is none, raise an error that lists the known names."""
     if name in CONTESTANTS:
         return CONTESTANTS[name]
     raise unknown("method", name, CONTESTANTS)
 
 
-def known_as(name: str) -> Contestant:
+def known_as(name: str) -> type[Sgd] | Variant:
     """Return the contestant called ``name``, or a placeholder for a name that occurs only in an old table."""
-    return CONTESTANTS.get(name) or Contestant(name, name, name, "unknown")
+    return CONTESTANTS.get(name) or Variant(Method, name, "unknown")
+
+
+def enter(recipe: Recipe, name: str, value: float | None) -> Recipe:
+    """Return the recipe with the contestant called ``name``, its knob at ``value``.
+
+    >>> run_name(enter(recipes.get("digits"), "magnitude-global", 0.9))
+    'magnitude-global-sparsity0.9-s0'
+    """
+    knob = contestant(name).knob
+    options = {} if knob is None or value is None else {knob: value}
+    if name in METHODS:
+        return recipe.but(optimizer="sgd", method=MethodSpec.of(name, **options))
+    return recipe.but(optimizer=name, method=None, **options)
 
 
 def setting(knob: str | None, value: float | None) -> str:
@@ -128,41 +63,17 @@ def setting(knob: str | None, value: float | None) -> str:
     return "" if value is None else f"{knob}={value:g}"
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One run of a comparison; ``value`` is that of the contestant's knob, None for dense training."""
+def run_name(recipe: Recipe) -> str:
+    """Return the name of a run's folder: "grda-c8e-05-s0"."""
+    pruner = recipe.pruner
+    varied = setting(pruner.knob, pruner.value).replace("=", "")
+    return "-".join(filter(None, [pruner.name, varied, f"s{recipe.seed}"]))
 
-    contestant: Contestant
-    value: float | None
-    recipe: Recipe
 
-    @property
-    def setting(self) -> str:
-        """The knob and its value: "c=8e-05", "" for dense training."""
-        return setting(self.contestant.knob, self.value)
-
-    @property
-    def name(self) -> str:
-        """The name of its folder: "grda-c8e-05-s0"."""
-        return "-".join(filter(None, [self.contestant.name, self.setting.replace("=", ""), f"s{self.recipe.seed}"]))
-
-    @staticmethod
-    def of(recipe: Recipe) -> Trial:
-        """Return the trial that a recipe describes. The options other than the knob identify the contestant.
-
-        >>> from dirprune.lab.training import recipes
-        >>> Trial.of(replace(recipes.get("digits"), c=0.02)).name
-        'grda-c0.02-s0'
-        """
-        method = recipe.pruner
-        knob = methods.get(method).knob
-        options = dict(recipe.options)
-        value = recipe.c if method == "grda" else options.pop(knob, None) if knob else None
-        rest = tuple(options.items())
-        known = (each for each in CONTESTANTS.values() if (each.method, each.options) == (method, rest))
-        words = " ".join([method, *(f"{name}={value}" for name, value in rest)])
-        found = next(known, None) or Contestant(words, words, method, "unknown", rest)
-        return Trial(found, None if value is None else float(value), recipe)
+def title(recipe: Recipe) -> str:
+    """Return what people read about a run: "grda c=8e-05 seed 0"."""
+    pruner = recipe.pruner
+    return " ".join(filter(None, [pruner.name, setting(pruner.knob, pruner.value), f"seed {recipe.seed}"]))
 
 
 def plan(
@@ -173,7 +84,7 @@ def plan(
     seeds: int = 1,
     sweeps: Mapping[str, Sequence[float]] | None = None,
     batches: int,
-) -> list[Trial]:
+) -> list[Recipe]:
     """Return the runs of a comparison: all methods with the first seed, then all with the next.
 
     Args:
@@ -189,35 +100,32 @@ def plan(
 
     Example:
         >>> from dirprune.lab.training import recipes
-        >>> trials = plan(recipes.get("digits"), methods=("sgd", "rigl"), sparsities=(0.5, 0.9), batches=45)
-        >>> [trial.name for trial in trials]
+        >>> planned = plan(recipes.get("digits"), methods=("sgd", "rigl"), sparsities=(0.5, 0.9), batches=45)
+        >>> [run_name(each) for each in planned]
         ['sgd-s0', 'rigl-sparsity0.5-s0', 'rigl-sparsity0.9-s0']
     """
     sweeps = sweeps or {}
-    chosen = [contestant(name) for name in dict.fromkeys(methods)]
+    chosen = list(dict.fromkeys(methods))
     if not chosen:
         raise ValueError(f"methods={methods!r} names no method; choose from {', '.join(CONTESTANTS)}")
-    if idle := sorted(set(sweeps) - {each.name for each in chosen}):
-        raise ValueError(
-            f"--sweep names {idle[0]}, which is not among --methods {','.join(e.name for e in chosen)}; add it"
-        )
+    knobs = {name: contestant(name).knob for name in chosen}
+    if idle := sorted(set(sweeps) - knobs.keys()):
+        raise ValueError(f"--sweep names {idle[0]}, which is not among --methods {','.join(chosen)}; add it")
     if seeds < 1:
         raise ValueError(f"seeds={seeds}: a comparison needs at least one")
-    swept: dict[Contestant, Sequence[float | None]] = {}
-    for each in chosen:
-        default = sparsities if each.is_preset else default_sweep(each, recipe, batches)
-        swept[each] = sweeps.get(each.name, default) if each.knob else (None,)
-    trials = []
-    for seed in range(recipe.seed, recipe.seed + seeds):
-        own = replace(recipe, seed=seed)
-        for each, values in swept.items():
-            trials += [Trial(each, value, each.enter(own, value)) for value in values]
-    for trial in trials:
-        make_method(trial.recipe, lambda model: 0.0)  # raises for a bad value before anything is trained
-    return trials
+    swept: dict[str, Sequence[float | None]] = {}
+    for name, knob in knobs.items():
+        default = sparsities if knob == "sparsity" else default_sweep(name, recipe, batches)
+        swept[name] = sweeps.get(name, default) if knob else (None,)
+    return [
+        enter(recipe.but(seed=seed), name, value)
+        for seed in range(recipe.seed, recipe.seed + seeds)
+        for name, values in swept.items()
+        for value in values
+    ]
 
 
-def default_sweep(contestant: Contestant, recipe: Recipe, batches: int) -> list[float]:
+def default_sweep(name: str, recipe: Recipe, batches: int) -> list[float]:
     """Return values of a knob that should lead from moderate to high sparsity.
 
     With n steps at rates γᵢ = lr · factorᵢ / (1 − momentum), and the base rate γ:
@@ -227,18 +135,18 @@ def default_sweep(contestant: Contestant, recipe: Recipe, batches: int) -> list[
     - STR: around `str_decay`.
     - variational dropout: β up to 1, the variational bound; smaller values with weight decay.
     """
-    rate = recipe.lr / (1 - recipe.momentum)
+    rate = recipe.optimizer.effective_lr
     steps = recipe.epochs * batches
     threshold = final_threshold(recipe, batches)
     strengths: dict[str, tuple[Sequence[float], Callable[[], float]]] = {
-        "grda": (FACTORS, lambda: threshold / (rate**0.5 * (steps * rate) ** recipe.mu)),
+        "grda": (FACTORS, lambda: threshold / (rate**0.5 * (steps * rate) ** _own(recipe).mu)),
         "rda": (FACTORS, lambda: threshold / (steps * rate)),
         "str": (FACTORS, lambda: str_decay(recipe, batches)),
         "variational-dropout": (BETAS, lambda: weight_decay_share(recipe, exposure(recipe, batches))),
     }
-    if contestant.method not in strengths:
+    if name not in strengths:
         return []
-    factors, strength = strengths[contestant.method]
+    factors, strength = strengths[name]
     unit = strength()
     return [rounded(factor * unit) for factor in factors]
 
@@ -254,8 +162,15 @@ def final_threshold(recipe: Recipe, batches: int) -> float:
     c was chosen for that length and rate. If a user changes them, the sparsity should not change.
     """
     own = recipes.get(recipe.name) if recipe.name in recipes.names() else recipe
-    rate = own.lr / (1 - own.momentum)
-    return float(recipe.c * rate**0.5 * (own.epochs * batches * rate) ** recipe.mu)
+    rate, optimizer = own.optimizer.effective_lr, _own(recipe)
+    return float(optimizer.c * rate**0.5 * (own.epochs * batches * rate) ** optimizer.mu)
+
+
+def _own(recipe: Recipe) -> Grda:
+    """Return the recipe's gRDA, with gRDA's usual c and μ if it trains with something else."""
+    optimizer = recipe.but(optimizer="grda", method=None).optimizer
+    assert isinstance(optimizer, Grda)
+    return optimizer
 
 
 def str_decay(recipe: Recipe, batches: int) -> float:
@@ -264,7 +179,7 @@ def str_decay(recipe: Recipe, batches: int) -> float:
     Without the gradient of the loss, s would end at s₀ exp(−d Σγᵢ). Weight decay also pulls weights to the threshold.
     """
     total = exposure(recipe, batches)
-    return min(PULL * weight_decay_share(recipe, total) / total, FASTEST * (1 - recipe.momentum) / recipe.lr)
+    return min(PULL * weight_decay_share(recipe, total) / total, FASTEST / recipe.optimizer.effective_lr)
 
 
 def weight_decay_share(recipe: Recipe, total: float) -> float:
@@ -273,7 +188,7 @@ def weight_decay_share(recipe: Recipe, total: float) -> float:
     At w Σγᵢ = 4.7, an eighth of STR's strength had the same effect; at 5.9, a tenth of variational dropout's. Larger
     values were not measured.
     """
-    return float(8 ** -min(recipe.weight_decay * total / 4.7, 1.0))
+    return float(8 ** -min(recipe.optimizer.weight_decay * total / 4.7, 1.0))
 
 
 def exposure(recipe: Recipe, batches: int) -> float:
@@ -288,7 +203,7 @@ def exposure(recipe: Recipe, batches: int) -> float:
         for epoch in range(1, recipe.epochs + 1)
         for i in range(batches)
     )
-    return recipe.lr / (1 - recipe.momentum) * sum(factors)
+    return recipe.optimizer.effective_lr * sum(factors)
 
 
 def read_sweeps(texts: Iterable[str]) -> dict[str, list[float]]:

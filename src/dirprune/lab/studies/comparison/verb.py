@@ -24,7 +24,7 @@ from dirprune.lab.cli.console import (
 )
 
 if TYPE_CHECKING:
-    from dirprune.lab.studies.comparison.trials import Trial
+    from dirprune.lab.training.recipe import Recipe
 
 app = typer.Typer()
 
@@ -88,21 +88,22 @@ def compare(
 Sweeps = dict[str, list[float]]
 
 
-def _plan(recipe: str, changes: dict[str, Any], root: Path | None, **options: Any) -> Callable[[Sweeps], list[Trial]]:
-    """Return a function from sweeps to trials. Loads the data to count batches, on which default sweeps depend."""
+def _plan(recipe: str, changes: dict[str, Any], root: Path | None, **options: Any) -> Callable[[Sweeps], list[Recipe]]:
+    """Return a function from sweeps to runs. Loads the data to count batches, on which default sweeps depend."""
     import torch
 
     from dirprune.lab.studies.comparison import trials
     from dirprune.lab.training import recipes
     from dirprune.lab.training.experiment import load_data
+    from dirprune.lab.training.recipe import changed
 
-    chosen = recipes.changed(recipes.get(recipe), **changes)
+    chosen = changed(recipes.get(recipe), **changes)
     batches = len(load_data(chosen, device=torch.device("cpu"), root=root).train)
     return lambda sweeps: trials.plan(chosen, sweeps=sweeps, batches=batches, **options)
 
 
 def _train(
-    plan: Callable[[Sweeps], list[Trial]],
+    plan: Callable[[Sweeps], list[Recipe]],
     given: Sweeps,
     sparsities: Sequence[float],
     out: Path,
@@ -110,12 +111,13 @@ def _train(
     root: Path | None,
     interruption: Interruption,
 ) -> None:
-    """Train the trials with a progress display, until they end, Ctrl-C is pressed or the time is up.
+    """Train the runs with a progress display, until they end, Ctrl-C is pressed or the time is up.
 
     Sweeps that were not given are widened, one value at a time, until their runs enclose the sparsities.
     """
     from dirprune.lab.cli.follow import device_of, follow_series
     from dirprune.lab.studies.comparison import tables as comparison
+    from dirprune.lab.studies.comparison import trials
     from dirprune.lab.studies.comparison.work import Progress, compare, wider
 
     told: set[str] = set()
@@ -127,13 +129,13 @@ def _train(
 
     sweeps = given
     while True:
-        trials = plan(sweeps)
-        steps = compare(trials, out, device=device_of(device), root=root, stopping=interruption)
-        titles = [" ".join(filter(None, [t.contestant.name, t.setting, f"seed {t.recipe.seed}"])) for t in trials]
-        follow_series(steps, titles, [trial.recipe.epochs for trial in trials], interruption, ended=ended)
-        ours = [trial for trial in trials if trial.contestant.name not in given]
+        planned = plan(sweeps)
+        steps = compare(planned, out, device=device_of(device), root=root, stopping=interruption)
+        titles = [trials.title(recipe) for recipe in planned]
+        follow_series(steps, titles, [recipe.epochs for recipe in planned], interruption, ended=ended)
+        ours = [recipe for recipe in planned if recipe.pruner.name not in given]
         found = comparison.read(out)
-        stopped = not {trial.name for trial in trials} <= {each.row.run for each in found}
+        stopped = not {trials.run_name(recipe) for recipe in planned} <= {each.row.run for each in found}
         more = {} if stopped else wider(ours, found, sparsities)
         if not more:
             return

@@ -13,9 +13,9 @@ import torch
 
 from dirprune.lab.studies.comparison.ranking import read_at
 from dirprune.lab.studies.comparison.tables import CHOICES, Ended, Row, noted, shared
-from dirprune.lab.studies.comparison.trials import Trial, rounded
+from dirprune.lab.studies.comparison.trials import rounded, run_name
 from dirprune.lab.training import runs
-from dirprune.lab.training.recipes import Recipe, differing
+from dirprune.lab.training.recipe import Recipe, differing
 from dirprune.lab.training.series import Planned, series
 
 MOST_VALUES = 8
@@ -37,57 +37,59 @@ class Progress:
 
 
 def compare(
-    trials: Sequence[Trial],
+    planned: Sequence[Recipe],
     out: Path,
     *,
     device: torch.device,
     root: Path | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Iterator[Progress]:
-    """Train the trials that have not ended yet, one after the other, each from its current epoch.
+    """Train the runs that have not ended yet, one after the other, each from its current epoch.
 
-    A trial that diverges counts as ended, and the comparison continues.
+    A run that diverges counts as ended, and the comparison continues.
 
     Args:
-        trials: see `dirprune.lab.studies.comparison.trials.plan`.
+        planned: the runs, see `dirprune.lab.studies.comparison.trials.plan`.
         out: folder of the comparison; the same folder continues it.
         device, root: where to train, and where the data are.
-        stopping: called before each trial and after each epoch; if it returns True, the run is saved and this stops.
+        stopping: called before each run and after each epoch; if it returns True, the run is saved and this stops.
 
     Raises:
         ValueError: the folder holds runs of another comparison.
     """
     elsewhere = [each.row for each in noted(out)]
-    _check_alike(out, elsewhere, trials[0].recipe, device.type)
+    _check_alike(out, elsewhere, planned[0], device.type)
     ended = {row.run: row for row in elsewhere}
-    for number, trial in enumerate(trials, start=1):
-        if trial.name in ended:
-            yield Progress(number, trial.recipe.epochs, row=ended[trial.name])
-    numbers = [number for number, trial in enumerate(trials, start=1) if trial.name not in ended]
-    planned = [Planned(out / "runs" / trials[n - 1].name, trials[n - 1].recipe) for n in numbers]
-    for step in series(planned, device=device, root=root, stopping=stopping):
+    missing = []
+    for number, recipe in enumerate(planned, start=1):
+        if run_name(recipe) in ended:
+            yield Progress(number, recipe.epochs, row=ended[run_name(recipe)])
+        else:
+            missing.append((number, Planned(out / "runs" / run_name(recipe), recipe)))
+    for step in series([each for _, each in missing], device=device, root=root, stopping=stopping):
         outcome = step.run.outcome() if step.ended else None
         row = Row.of(step.run, outcome) if outcome else None
-        yield Progress(numbers[step.number - 1], step.epoch, step.note, row)
+        yield Progress(missing[step.number - 1][0], step.epoch, step.note, row)
 
 
-def wider(trials: Sequence[Trial], found: Sequence[Ended], sparsities: Sequence[float]) -> dict[str, list[float]]:
+def wider(planned: Sequence[Recipe], found: Sequence[Ended], sparsities: Sequence[float]) -> dict[str, list[float]]:
     """Return, for every method whose runs do not enclose all sparsities, the values of its knob and one more to try.
 
     The new value is twice the strongest or half the weakest, or the geometric mean of two whose runs are too far apart
     to interpolate. Methods with a preset sparsity, and those whose runs enclose all sparsities, are left out.
 
-    Only these trials count, and earlier seeds before later ones. The same values are therefore chosen again, whatever
-    else the folder holds, and when seeds are added.
+    Only the planned runs count, and earlier seeds before later ones. The same values are therefore chosen again,
+    whatever else the folder holds, and when seeds are added.
     """
     more = {}
-    names = {trial.name for trial in trials}
-    for each in dict.fromkeys(trial.contestant for trial in trials if trial.contestant.is_swept):
-        values = sorted({trial.value for trial in trials if trial.contestant == each and trial.value is not None})
-        rows = [one.row for one in found if one.row.method == each.name and one.row.run in names]
+    names = {run_name(recipe) for recipe in planned}
+    swept = [recipe.pruner for recipe in planned if recipe.pruner.knob not in (None, "sparsity")]
+    for name in dict.fromkeys(pruner.name for pruner in swept):
+        values = sorted({pruner.value for pruner in swept if pruner.name == name and pruner.value is not None})
+        rows = [one.row for one in found if one.row.method == name and one.row.run in names]
         value = _missing([row for row in rows if not row.diverged], values, sparsities)
         if value is not None and len(values) < MOST_VALUES:
-            more[each.name] = [*values, value]
+            more[name] = [*values, value]
     return more
 
 
@@ -117,7 +119,7 @@ def _check_alike(out: Path, elsewhere: Sequence[Row], recipe: Recipe, device_typ
     for config in sorted((out / "runs").glob("*/config.json")):
         there = runs.load(config.parent).recipe
         if other := differing(there, recipe, CHOICES):
-            theirs, ours = (f"{other[0]}={getattr(each, other[0])}" for each in (there, recipe))
+            theirs, ours = (f"{other[0]}={each.values()[other[0]]}" for each in (there, recipe))
             raise ValueError(
                 f"{config.parent} was trained with {theirs}, which cannot be compared with {ours}; give another --out"
             )

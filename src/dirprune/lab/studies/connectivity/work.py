@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from torch import nn
 
 from dirprune._support.batches import Batch
 from dirprune.connect import BezierCurve, FitRecord, Plane, fit_curve
-from dirprune.connect.landscape import Evaluator, Place, profile_points
-from dirprune.lab.data import EVALUATION_BATCH, Loaders
+from dirprune.connect.landscape import Evaluator, Loaders, Place, profile_points
+from dirprune.lab.data import EVALUATION_BATCH
 from dirprune.lab.progress import Progress
 from dirprune.lab.records import checkpoint, provenance
 from dirprune.lab.records.files import locked, write_json
@@ -40,7 +41,8 @@ from dirprune.lab.studies.connectivity.folder import (
     published_curve,
 )
 from dirprune.lab.training import experiment, runs
-from dirprune.lab.training.recipes import Recipe
+from dirprune.lab.training.optimizers import Grda, Sgd
+from dirprune.lab.training.recipe import Recipe
 from dirprune.lab.training.schedules import Schedule
 from dirprune.weights import Weights, check_alike, flatten, put, take
 
@@ -164,19 +166,19 @@ class _Job:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        return self._evaluator(self.measured.train)
+        return self._evaluator(self.measured)
 
     @cached_property
     def plane_evaluator(self) -> Evaluator:
         if self.options.plane_examples is None:
             return self.evaluator
-        return self._evaluator(_first(self.measured.train, self.options.plane_examples))
+        train = list(_first(self.measured.train, self.options.plane_examples))
+        return self._evaluator(SimpleNamespace(train=train, test=self.measured.test))
 
-    def _evaluator(self, train: Iterable[Batch]) -> Evaluator:
+    def _evaluator(self, loaders: Loaders) -> Evaluator:
         return Evaluator(
             self.model,
-            train,
-            self.measured.test,
+            loaders,
             autocast=self.autocast,
             channels_last=self.execution.channels_last,
             compiled=self.execution.compile,
@@ -206,7 +208,7 @@ def _open(
     """Load the two networks, raise if they cannot be joined, and make ``out`` the directory of this job."""
     a, b = runs.load(run_a), runs.load(run_b)
     for name in _SAME:
-        ours, theirs = getattr(a.recipe, name), getattr(b.recipe, name)
+        ours, theirs = a.recipe.values()[name], b.recipe.values()[name]
         if ours != theirs:
             raise ValueError(f"{run_a} has {name}={ours!r} and {run_b} has {name}={theirs!r}; give runs that share it")
     recipe = replace(a.recipe, batch_size=options.batch_size or a.recipe.batch_size, seed=options.seed)
@@ -224,7 +226,7 @@ def _open(
     networks = {
         **{"run_a": str(run_a), "epoch_a": epoch_a, "network_a": name_a, "weights_a": _digest(start)},
         **{"run_b": str(run_b), "epoch_b": epoch_b, "network_b": name_b, "weights_b": _digest(end)},
-        **{"data": recipe.data, "model": recipe.model},
+        **{"data": recipe.task.data, "model": recipe.model},
         "published": _published_key(a.recipe, b.recipe),
     }
     claim(out, {**networks, **asdict(options)})
@@ -245,8 +247,7 @@ def _endpoint(run: runs.Run, epoch: int | None, model: nn.Module, option: str) -
 def _fit(job: _Job) -> Iterator[Progress]:
     """Fit the curve from its current epoch to the last."""
     options, folder = job.options, job.out / "checkpoints"
-    settings = replace(job.recipe, optimizer="sgd", lr=options.lr, momentum=options.momentum)
-    settings = replace(settings, nesterov=False, weight_decay=0.0)
+    settings = replace(job.recipe, optimizer=Sgd(lr=options.lr, momentum=options.momentum), method=None)
     optimizer = experiment.make_optimizer(settings, job.curve, job.device)
     found = checkpoint.latest(folder)
     done = 0
@@ -274,7 +275,7 @@ def _fit(job: _Job) -> Iterator[Progress]:
     records = fit_curve(
         job.model,
         job.curve,
-        job.loaders.train,
+        job.loaders,
         epochs=options.epochs,
         first_epoch=done + 1,
         optimizer=optimizer,
@@ -363,10 +364,10 @@ def _summarise(job: _Job) -> None:
 
 def _published_key(a: Recipe, b: Recipe) -> tuple[float, float, bool] | None:
     """Return c and μ of the gRDA run, and whether the SGD run comes first; None unless there is one of each."""
-    if {a.pruner, b.pruner} != {"grda", "sgd"}:
+    grda, sgd = (a.pruner, b.pruner) if isinstance(a.pruner, Grda) else (b.pruner, a.pruner)
+    if not isinstance(grda, Grda) or sgd.knob is not None:
         return None
-    grda = a if a.pruner == "grda" else b
-    return grda.c, grda.mu, grda is b
+    return grda.c, grda.mu, grda is b.pruner
 
 
 def _labels(a: tuple[Recipe, int], b: tuple[Recipe, int]) -> tuple[str, str]:

@@ -71,7 +71,7 @@ def export(
         sparsity=zeros.fraction,
         weight_sparsity=zeros.weight_fraction,
         accuracy=accuracies.get(epoch),
-        tested_on="validation" if recipe.validation else "test",
+        tested_on="validation" if recipe.task.validation else "test",
         dense_bytes=sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values()),
         file_bytes=to.stat().st_size,
     )

@@ -17,6 +17,7 @@ from dirprune.lab.records import checkpoint
 from dirprune.lab.records.provenance import environment
 from dirprune.lab.records.tables import measuring, merge_rows, read_rows
 from dirprune.lab.studies.direction.spectrum import Journal, Lanczos, Subject, leading_eigenpairs, subject
+from dirprune.lab.training.optimizers import Grda
 from dirprune.lab.training.runs import Run, parameters_of, weights_of
 from dirprune.weights import flatten, take
 
@@ -151,13 +152,13 @@ def check_comparable(sgd: Run, grdas: Sequence[Run]) -> None:
     names = [run.folder.name for run in grdas]
     if len(set(names)) < len(names):
         raise ValueError(f"grdas has two runs of one name ({', '.join(names)}): their rows could not be told apart")
-    if sgd.recipe.pruner != "sgd":
-        raise ValueError(f"{sgd.folder} was trained with {sgd.recipe.pruner}; the first run must be the SGD run")
+    if sgd.recipe.pruner.knob is not None:
+        raise ValueError(f"{sgd.folder} was trained with {sgd.recipe.pruner.name}; the first run must be the SGD run")
     for run in grdas:
-        if run.recipe.pruner != "grda":
-            raise ValueError(f"{run.folder} was trained with {run.recipe.pruner}; only the first run is SGD's")
+        if not isinstance(run.recipe.pruner, Grda):
+            raise ValueError(f"{run.folder} was trained with {run.recipe.pruner.name}; only the first run is SGD's")
         for name in (*_MINIBATCHES, *_TRAINING):
-            ours, theirs = getattr(sgd.recipe, name), getattr(run.recipe, name)
+            ours, theirs = sgd.recipe.values()[name], run.recipe.values()[name]
             if ours != theirs:
                 raise ValueError(
                     f"{name} is {ours} in {sgd.folder} and {theirs} in {run.folder}: they do not share initial weights "
@@ -206,8 +207,8 @@ def _measure(run: Run, epoch: int, bench: Subject, pairs: Eigenpairs, goal: floa
     return ProjectionRow(
         epoch=epoch,
         run=run.folder.name,
-        c=run.recipe.c,
-        mu=run.recipe.mu,
+        c=run.recipe.values()["c"],
+        mu=run.recipe.values()["mu"],
         share=share,
         random_level=level,
         eigenvectors=positive.shape[1],

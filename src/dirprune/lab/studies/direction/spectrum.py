@@ -26,7 +26,7 @@ from dirprune.lab.progress import Progress
 from dirprune.lab.records import checkpoint
 from dirprune.lab.training.execution import Execution
 from dirprune.lab.training.experiment import assemble
-from dirprune.lab.training.recipes import Recipe
+from dirprune.lab.training.recipe import Recipe
 
 PRECISIONS = ("float32", "tf32", "bfloat16")
 COMPILED_FROM = 40
@@ -90,7 +90,7 @@ def subject(recipe: Recipe, lanczos: Lanczos, *, device: torch.device, root: Pat
     On a GPU, tensor cores are faster with channels_last, plain float32 convolutions with the default format.
     """
     execution = Execution(channels_last=device.type == "cuda" and lanczos.precision != "float32")
-    plain = replace(recipe, batch_size=lanczos.batch_size, augment=False, cpu=execution, cuda=execution)
+    plain = recipe.but(batch_size=lanczos.batch_size, augment=False, cpu=execution, cuda=execution)
     parts = assemble(plain, device=device, root=root)
     curved = part_of(parts.loaders.train, lanczos.examples)
     hessian, judge = _operators(parts.model, curved, lanczos)

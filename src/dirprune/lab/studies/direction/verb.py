@@ -79,7 +79,7 @@ def project(
         )
         rows = drive("project", steps, Interruption(minutes))
         measured = read_rows(out / "projection.csv", ProjectionRow)  # includes rows of earlier commands
-        theirs = shares(sgd.recipe.data, sgd.recipe.model)
+        theirs = shares(sgd.recipe.task.data, sgd.recipe.model)
         figure = plots.save(projection_figure(measured, theirs), out / "projection.png")
         if is_terminal():
             title = f"‖PΔ‖/‖Δ‖ on {rows[0].examples:,} training examples"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +20,7 @@ from dirprune.lab.text import NOTHING, duration
 from dirprune.lab.training import runs
 from dirprune.lab.training.execution import Execution
 from dirprune.lab.training.loop import EpochRecord
-from dirprune.lab.training.recipes import Recipe
+from dirprune.lab.training.recipe import Recipe
 from dirprune.lab.training.runs import Run
 from dirprune.lab.training.schedules import Schedule
 
@@ -28,7 +29,7 @@ TESTED_ON = ("test", "validation", "test or validation")
 SPARE = (*(f"{part} loss" for part in TESTED_ON), "weight sparsity (%)", "s/epoch", "seeds", "total", "epochs")
 """Columns of `Row.cells` that are dropped on a narrow terminal, in this order."""
 _NAMELESS: dict[str, Any] = {"seed": 0, "about": "", "keep": (), "published": ()}  # not part of a setting
-_TOLD = {"name", "optimizer", "c", "mu", "method", "options"}  # already in `Recipe.setting`
+_TOLD = {"name", "optimizer", "c", "mu", "lam", "method", "options"}  # already in `Recipe.setting`
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,14 @@ class Group:
     @property
     def row(self) -> Row:
         recipe = self.runs[0].recipe
-        thresholds = recipe.pruner == "grda"
+        options = vars(recipe.pruner)
         started = [(run, records) for run, records in zip(self.runs, self.records, strict=True) if records]
         row = Row(
             recipe=recipe.name,
             setting=self.setting,
-            optimizer=recipe.optimizer,
-            c=recipe.c if thresholds else None,
-            mu=recipe.mu if thresholds else None,
+            optimizer=recipe.optimizer.name,
+            c=options.get("c"),
+            mu=options.get("mu"),
             epoch=_last_of_all([records for _, records in started]),
             epochs=recipe.epochs,
             seeds=tuple(run.recipe.seed for run, _ in started),
@@ -124,7 +125,7 @@ class Report:
     def tested_on(self) -> str:
         """The data on which accuracies and losses are measured: one of `TESTED_ON`."""
         test, validation, either = TESTED_ON
-        held_out = {bool(group.runs[0].recipe.validation) for group in self.groups}
+        held_out = {bool(group.runs[0].recipe.task.validation) for group in self.groups}
         return either if len(held_out) > 1 else validation if True in held_out else test
 
     @property
@@ -235,9 +236,9 @@ def settings(recipes: Sequence[Recipe]) -> list[str]:
 
     Example:
         >>> from dirprune.lab.training.recipes import get
-        >>> sparse = replace(get("digits"), c=0.01, mu=0.7)
-        >>> dense = replace(sparse, optimizer="sgd")
-        >>> settings([dense, sparse]), settings([dense, replace(dense, lr=0.2)])
+        >>> sparse = get("digits").but(c=0.01, mu=0.7)
+        >>> dense = sparse.but(optimizer="sgd")
+        >>> settings([dense, sparse]), settings([dense, dense.but(lr=0.2)])
         (['SGD', 'gRDA c=0.01 μ=0.7'], ['SGD, lr=0.1', 'SGD, lr=0.2'])
     """
     names = list(dict.fromkeys(recipe.name for recipe in recipes))
@@ -249,11 +250,12 @@ def settings(recipes: Sequence[Recipe]) -> list[str]:
     def told_apart() -> int:
         return len(set(texts))
 
-    for field in (f.name for f in fields(Recipe) if f.name not in {*_NAMELESS, *_TOLD}):
+    every = [recipe.values() for recipe in recipes]
+    for field in (name for name in dict.fromkeys(chain(*every)) if name not in {*_NAMELESS, *_TOLD}):
         before, known = texts, told_apart()
         if known == len(recipes):
             break
-        texts = [f"{text}, {field}={_show(getattr(r, field))}" for text, r in zip(texts, recipes, strict=True)]
+        texts = [f"{text}, {field}={_show(r.get(field, ()))}" for text, r in zip(texts, every, strict=True)]
         if told_apart() == known:
             texts = before
     return texts
@@ -267,8 +269,7 @@ def _last_of_all(every: Sequence[Sequence[EpochRecord]]) -> int:
 
 def _without_seed(recipe: Recipe) -> Recipe:
     """Return the recipe without its seed and fields that do not affect results; equal ones belong to one group."""
-    plain = replace(recipe, **_NAMELESS)
-    return replace(plain, c=0.0, mu=1.0, exempt=()) if recipe.optimizer == "sgd" else plain
+    return replace(recipe, **_NAMELESS)
 
 
 def _notes(group: Group) -> list[str]:
@@ -293,8 +294,10 @@ def _notes(group: Group) -> list[str]:
     if repeated := sorted({seed for seed in row.seeds if row.seeds.count(seed) > 1}):
         seeds = ", ".join(map(str, repeated))
         notes.append(f"{group.label}: seed {seeds} occurs more than once, so ± is not that of independent runs")
-    if recipe.validation:
-        notes.append(f"{group.label}: accuracy and loss are those of the {recipe.validation:.0%} held out of train")
+    if recipe.task.validation:
+        notes.append(
+            f"{group.label}: accuracy and loss are those of the {recipe.task.validation:.0%} held out of train"
+        )
     return notes
 
 

@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from dirprune.lab import published
@@ -20,7 +20,7 @@ from dirprune.lab.studies.reproduction import ledger
 from dirprune.lab.studies.reproduction.ledger import Trajectory
 from dirprune.lab.training import recipes
 from dirprune.lab.training.loop import EpochRecord
-from dirprune.lab.training.recipes import Recipe
+from dirprune.lab.training.recipe import Recipe
 
 SURPRISING = 0.001
 """Cells whose `Cell.chance` is below this need an explanation; the page lists them."""
@@ -147,10 +147,10 @@ def wanted(results: Path, *, experiments: Iterable[str] = published.EXPERIMENTS,
 
 
 def _recipe(setting: Setting, seed: int) -> Recipe:
-    recipe = replace(recipes.get(setting.experiment), optimizer=setting.optimizer, seed=seed)
+    recipe = recipes.get(setting.experiment).but(optimizer=setting.optimizer, seed=seed)
     if setting.c is None or setting.mu is None:
         return recipe
-    return replace(recipe, c=setting.c, mu=setting.mu)
+    return recipe.but(c=setting.c, mu=setting.mu)
 
 
 def setting_of(run: Trajectory) -> Setting:

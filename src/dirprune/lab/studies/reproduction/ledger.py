@@ -16,7 +16,8 @@ from dirprune.lab.records.files import locked
 from dirprune.lab.records.tables import read_rows, write_rows
 from dirprune.lab.training import runs
 from dirprune.lab.training.loop import EpochRecord
-from dirprune.lab.training.recipes import FREE_TO_CHANGE, departures
+from dirprune.lab.training.recipe import FREE_TO_CHANGE
+from dirprune.lab.training.recipes import departures
 
 CHOICES = {"name", "optimizer", "c", "mu", "seed"} | FREE_TO_CHANGE
 """Fields in which a run may differ and still follow its recipe: the axes of the published tables, and free fields."""
@@ -106,16 +107,14 @@ def read(results: Path) -> list[Trajectory]:
 
 def _trajectory(run: runs.Run) -> Trajectory:
     """Return the ledger entry and the epochs of a run directory."""
-    recipe, records = run.recipe, run.records()
-    grda = recipe.optimizer == "grda"
-    c, mu = (f"{recipe.c:g}", f"{recipe.mu:g}") if grda else ("", "")
-    method = f"grda-c{c}-mu{mu}" if grda else "sgd"
+    recipe, records, options = run.recipe, run.records(), run.recipe.values()
+    c, mu = (f"{options[name]:g}" if name in options else "" for name in ("c", "mu"))
     departs = " ".join(filter(None, [departures(recipe, CHOICES), _part_of_the_data(run)]))
-    name = f"{recipe.name}/{method}/seed{recipe.seed} {departs}".rstrip()
+    name = f"{recipe.name}/{recipe.optimizer.tag}/seed{recipe.seed} {departs}".rstrip()
     entry = Entry(
         run=name,
         recipe=recipe.name,
-        optimizer=recipe.optimizer,
+        optimizer=recipe.optimizer.name,
         c=c,
         mu=mu,
         seed=recipe.seed,
@@ -125,15 +124,15 @@ def _trajectory(run: runs.Run) -> Trajectory:
         complete=_ended(run, len(records)),
         **_circumstances(run),
     )
-    origin = (name, recipe.data, recipe.model, recipe.optimizer, c, mu, recipe.seed)
+    origin = (name, recipe.task.data, recipe.model, recipe.optimizer.name, c, mu, recipe.seed)
     return Trajectory(entry, tuple(Epoch(*origin, **_rounded(record)) for record in records))
 
 
 def _part_of_the_data(run: runs.Run) -> str:
     """Return "examples=20" for a run on part of its data set. Old runs did not record the number, and give ""."""
-    whole = WHOLE.get(run.recipe.data)
+    whole = WHOLE.get(run.recipe.task.data)
     seen = {session["examples"] for session in run.sessions() if "examples" in session}
-    if whole is None or run.recipe.validation or seen <= {whole}:
+    if whole is None or run.recipe.task.validation or seen <= {whole}:
         return ""
     return f"examples={min(seen)}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,7 +26,7 @@ from dirprune.lab.cli.console import (
 )
 
 if TYPE_CHECKING:
-    from dirprune.lab.training.recipes import Recipe
+    from dirprune.lab.training.recipe import Recipe
 
 app = typer.Typer()
 
@@ -64,7 +64,7 @@ def reproduce(
         if train:
             missing = comparing.wanted(results, experiments=only or comparing.TELLING, seeds=seeds)
             kept = tuple(integers("--keep", keep)) if keep else ()
-            _train_missing([replace(recipe, keep=kept) for recipe in missing], runs, results, minutes, device, data)
+            _train_missing([recipe.but(keep=kept) for recipe in missing], runs, results, minutes, device, data)
         cells = comparing.compare(results)
         if is_terminal():
             for title, rows in comparing.tables(cells).items():

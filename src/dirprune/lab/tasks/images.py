@@ -1,0 +1,58 @@
+"""Image classification as a part of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from dirprune.lab.data import Loaders, load
+from dirprune.lab.data.loader import STATISTICS
+from dirprune.lab.ranges import BELOW_ONE, BadValue, check
+
+
+@dataclass(frozen=True)
+class Images:
+    """Classes of images: which, and how they are prepared.
+
+    ``data`` is the name of a data set. ``statistics`` names the normalisation; if empty, the data set's own is used.
+    ``validation`` is the fraction of the training set that is held out.
+    """
+
+    name: ClassVar[str] = "images"
+
+    data: str
+    statistics: str = ""
+    augment: bool = True
+    validation: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(vars(self), validation=BELOW_ONE)
+        if self.statistics not in ("", *STATISTICS):
+            raise BadValue("statistics", self.statistics, f"take one of {', '.join(STATISTICS)}, or none")
+
+    def load(
+        self,
+        *,
+        batch_size: int,
+        seed: int,
+        device: torch.device,
+        root: Path | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> Loaders:
+        """Return the loaders of the data, in which each of several processes has its share of every batch."""
+        return load(
+            self.data,
+            batch_size=batch_size,
+            seed=seed,
+            root=root,
+            device=device,
+            validation=self.validation,
+            normalization=STATISTICS.get(self.statistics),
+            augment=self.augment,
+            rank=rank,
+            world_size=world_size,
+        )

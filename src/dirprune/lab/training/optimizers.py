@@ -1,0 +1,149 @@
+"""The optimizers to train with, as parts of a recipe: each is a name with its own options, and makes the real one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from dirprune import GRDA, prunable_groups
+from dirprune.lab.names import unknown
+from dirprune.lab.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, UP_TO_ONE, BadValue, check
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """Dense training, the reference for all that prunes: w ← w − γ ∇f(w), with the options of torch's SGD.
+
+    Class attributes, also of the optimizers that follow: ``name`` is what users type, ``label`` and ``title`` what
+    tables and figures show, ``cost`` what it needs besides the epochs that all have, ``decides`` the options on which
+    the sparsity depends, and ``knob`` the one to vary, None if nothing is pruned.
+    """
+
+    name: ClassVar[str] = "sgd"
+    label: ClassVar[str] = "SGD"
+    title: ClassVar[str] = "SGD (dense)"
+    cost: ClassVar[str] = "nothing: it does not prune"
+    decides: ClassVar[tuple[str, ...]] = ()
+    knob: ClassVar[str | None] = None
+
+    lr: float = 0.1
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(vars(self), lr=POSITIVE, momentum=BELOW_ONE, weight_decay=NOT_NEGATIVE)
+        if self.nesterov and not self.momentum:
+            raise BadValue("nesterov", self.nesterov, "it needs a momentum, e.g. 0.9")
+
+    @property
+    def value(self) -> float | None:
+        """The value of the knob."""
+        return vars(self)[self.knob] if self.knob else None
+
+    @property
+    def setting(self) -> str:
+        """A short description of how it prunes: "gRDA c=0.016 μ=0.7"."""
+        return " ".join([self.label, *(f"{'μ' if name == 'mu' else name}={vars(self)[name]}" for name in self.decides)])
+
+    @property
+    def tag(self) -> str:
+        """The same for the name of a folder: "grda-c0.016-mu0.7"."""
+        return "-".join([self.name, *(f"{name}{vars(self)[name]:g}" for name in self.decides)])
+
+    @property
+    def effective_lr(self) -> float:
+        """The rate of a long run of equal gradients."""
+        return self.lr / (1 - self.momentum)
+
+    def make(self, model: nn.Module, captured_on: torch.device | None = None) -> torch.optim.Optimizer:
+        """Return the optimizer of a model; for steps that are captured on a device, its learning rate lies there."""
+        lr = self.lr if captured_on is None else torch.tensor(self.lr, device=captured_on)
+        return SGD(model.parameters(), lr=lr, fused=True if captured_on else None, **self._inertia())
+
+    def _inertia(self) -> dict[str, Any]:
+        return {"momentum": self.momentum, "nesterov": self.nesterov, "weight_decay": self.weight_decay}
+
+
+@dataclass(frozen=True)
+class Grda(Sgd):
+    """gRDA, which prunes from the first step on; ``exempt`` is what it keeps dense (`prunable_groups`)."""
+
+    name: ClassVar[str] = "grda"
+    label: ClassVar[str] = "gRDA"
+    title: ClassVar[str] = "gRDA"
+    cost: ClassVar[str] = "one more copy of the weights, the accumulator"
+    decides: ClassVar[tuple[str, ...]] = ("c", "mu")
+    knob: ClassVar[str | None] = "c"
+
+    c: float = 5e-4
+    mu: float = 0.51
+    exempt: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(vars(self), c=NOT_NEGATIVE, mu=UP_TO_ONE)
+        object.__setattr__(self, "exempt", tuple(self.exempt))  # a list, in a file of the user's own
+
+    def make(self, model: nn.Module, captured_on: torch.device | None = None) -> torch.optim.Optimizer:
+        return _thresholding(self, model, self.c, self.mu, captured_on)
+
+
+@dataclass(frozen=True)
+class Rda(Sgd):
+    """ℓ₁-RDA: regularised dual averaging, which is gRDA at μ = 1 with c = λ/√γ.
+
+        vₙ = vₙ₋₁ − γ ∇f(wₙ₋₁),   wₙ = sign(vₙ) max(|vₙ| − nγλ, 0)
+
+    The threshold grows in proportion to time, as the pull of an ℓ₁ penalty of weight λ adds up; that of gRDA with μ < 1
+    grows ever more slowly. γ is the effective rate. When a schedule lowers it, the threshold grows as gRDA's does.
+
+    Reference: Xiao, "Dual averaging methods for regularized stochastic learning and online optimization", JMLR 2010.
+    """
+
+    name: ClassVar[str] = "rda"
+    label: ClassVar[str] = "rda"
+    title: ClassVar[str] = "RDA (ℓ₁)"
+    cost: ClassVar[str] = Grda.cost
+    decides: ClassVar[tuple[str, ...]] = ("lam",)
+    knob: ClassVar[str | None] = "lam"
+
+    lam: float = 1e-5
+    exempt: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(vars(self), lam=NOT_NEGATIVE)
+        object.__setattr__(self, "exempt", tuple(self.exempt))
+
+    def make(self, model: nn.Module, captured_on: torch.device | None = None) -> torch.optim.Optimizer:
+        return _thresholding(self, model, self.lam / math.sqrt(self.effective_lr), 1.0, captured_on)
+
+
+def _thresholding(spec: Grda | Rda, model: nn.Module, c: float, mu: float, captured_on: torch.device | None) -> GRDA:
+    groups = prunable_groups(model, c, spec.exempt) if spec.exempt else model.parameters()
+    captured = captured_on is not None
+    return GRDA(groups, lr=spec.lr, c=c, mu=mu, capturable=captured, **spec._inertia())
+
+
+OPTIMIZERS: dict[str, type[Sgd]] = {kind.name: kind for kind in (Grda, Sgd, Rda)}
+
+
+def optimizer(name: str, **options: Any) -> Sgd:
+    """Return the optimizer called ``name`` with these options; raise if it does not take one of them.
+
+    >>> optimizer("grda", lr=0.2, c=1e-3).setting
+    'gRDA c=0.001 μ=0.51'
+    """
+    if name not in OPTIMIZERS:
+        raise unknown("optimizer", name, OPTIMIZERS)
+    takes = [field.name for field in fields(OPTIMIZERS[name])]
+    for option, value in options.items():
+        if option not in takes:
+            raise BadValue(option, value, f"{name} takes {', '.join(takes)}")
+    return OPTIMIZERS[name](**options)
