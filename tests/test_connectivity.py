@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import nn
 from typer.testing import CliRunner
 
@@ -29,7 +28,7 @@ from dirprune.lab.methods import MethodSpec
 from dirprune.lab.progress import Progress
 from dirprune.lab.records import checkpoint
 from dirprune.lab.studies.connectivity import work as connectivity
-from dirprune.lab.studies.connectivity.figures import _round_numbers, _scale, plane, profile
+from dirprune.lab.studies.connectivity.figures import _round_numbers, plane, profile
 from dirprune.lab.studies.connectivity.folder import draw, notes, published_curve
 from dirprune.lab.studies.connectivity.folder import table as told
 from dirprune.lab.studies.connectivity.published import find
@@ -572,19 +571,14 @@ if torch.cuda.is_available():
             assert float(captured["train_loss"]) == pytest.approx(float(plain["train_loss"]), rel=0.02)
 
 
-@pytest.mark.parametrize(("least", "scale"), [(8.3, "log"), (0.0, "symlog")])
-def test_errors_that_stay_above_zero_have_the_whole_axis(least: float, scale: str) -> None:
-    axes = Figure().subplots()
-    _scale(axes, np.array([least, 9.1, 60.0]), "test_error")
+@pytest.mark.parametrize(("errors", "scale"), [((8.3, 60.0), "log"), ((0.0, 60.0), "log"), ((0.0, 5.0), "linear")])
+def test_a_small_error_is_seen_beside_a_large_one(errors: tuple[float, float], scale: str) -> None:
+    points = [Measurement((t,), 0.1, error, 0.1, error) for t, error in zip((0.0, 1.0), errors, strict=True)]
+    *_, axes = profile({"curve": CurveProfile(tuple(points))}, ("gRDA", "SGD"), None).axes
     assert axes.get_yscale() == scale
-    assert (axes.get_ylim()[0] > 1) == (least > 1)
-
-
-@pytest.mark.parametrize("top", [0.0, 5.0, 60.0])
-def test_an_error_of_zero_does_not_lie_under_the_axis(top: float) -> None:
-    axes = Figure().subplots()
-    _scale(axes, np.array([0.0, top]), "train_error")
-    assert axes.transAxes.inverted().transform(axes.transData.transform((0, 0)))[1] > 0.02  # of the axes' height
+    heights = axes.transAxes.inverted().transform(axes.transData.transform(axes.get_lines()[0].get_xydata()))[:, 1]
+    assert heights.min() > 0.02  # of the axes' height
+    assert ("cut at 0.01" in axes.get_ylabel()) == (errors == (0.0, 60.0))
 
 
 def drawn_plane(height: float, errors: np.ndarray) -> list[Axes]:

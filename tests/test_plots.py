@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -144,10 +145,27 @@ def test_sgd_and_grda_have_their_colours_whatever_their_order(labels: list[str])
 def test_a_log_axis_has_labels_however_short_it_is() -> None:
     for low, high in ((0.008, 0.042), (0.0008, 0.03), (1e-4, 1.5)):
         _, [axes] = plots.panels(1)
-        plots.scale_log(axes, low, high)
+        plots.Axis("loss", log=True).fit(axes, [low, high])
         labels = [text.get_text() for text in axes.get_yticklabels() if low <= text.get_position()[1] <= high]
         assert len(labels) >= 3
         assert "×" not in "".join(labels)
+
+
+def test_an_axis_shows_every_value_that_it_can_and_says_where_it_is_cut() -> None:
+    """A line at 0 stands above the axis; what is not finite, or not positive on a logarithmic one, does not count."""
+    for axis, values, label, (low, high) in (
+        (plots.Axis("error", from_zero=True), [2.0, 4.0, math.nan], "error", (-0.2, 4.2)),
+        (plots.Axis("error", from_zero=True), [0.0, 0.0], "error", (-1.0, 1.0)),
+        (plots.Axis("error", floor=3.0), [2.0, 4.0], "error", (1.9, 4.1)),
+        (plots.Axis("loss", log=True), [-1.0, 1.0, 1.0], "loss", (1 / 1.05, 1.05)),
+        (plots.Axis("loss", log=True, floor=0.01), [0.0, 1.0], "loss (cut at 0.01)", (0.01 / 100**0.05, 100**0.05)),
+        (plots.Axis("loss", log=True), [0.0, math.inf], "loss", (0.0, 1.0)),
+    ):
+        _, [axes] = plots.panels(1)
+        axis.fit(axes, values)
+        assert axes.get_ylim() == pytest.approx((low, high))
+        assert axes.get_ylabel() == label
+    assert plots.Axis("loss", log=True, floor=0.01).shown([0.0, 1.0]).tolist() == [0.01, 1.0]
 
 
 def test_the_first_epochs_do_not_hide_the_others_nor_a_band_the_lines() -> None:

@@ -66,20 +66,59 @@ Curve = tuple[Sequence[float] | Array, Sequence[float] | Array]
 
 
 @dataclass(frozen=True)
-class Quantity:
-    """A field of `EpochRecord` and how to draw it. If ``from_zero``, the axis starts at 0, else near the values."""
+class Axis:
+    """The y axis of a panel: its label, and how its range follows from the values that are drawn.
 
-    field: str
+    Attributes:
+        log: logarithmic, with plain numbers at its ticks.
+        from_zero: begins at 0, with room for a line there; otherwise near the values.
+        floor: on a logarithmic axis smaller values are drawn here, and the label says so: they would look measured.
+    """
+
     label: str
-    scale: float = 1.0
     log: bool = False
     from_zero: bool = False
+    floor: float = -math.inf
+
+    def shown(self, values: Sequence[float] | Array) -> Array:
+        """Return the values as they are drawn."""
+        return np.maximum(np.asarray(values, dtype=np.float64), self.floor if self.log else -math.inf)
+
+    def fit(self, axes: Axes, values: Sequence[float] | Array) -> None:
+        """Label the axis and fit it to these values, as far as it can show them."""
+        given, drawn = np.asarray(values, dtype=np.float64), self.shown(values)
+        axes.set_ylabel(f"{self.label} (cut at {self.floor:g})" if (drawn > given).any() else self.label)
+        drawn = drawn[np.isfinite(drawn) & (drawn > 0 if self.log else True)]
+        if not len(drawn):
+            return
+        low, high = float(drawn.min()), float(drawn.max())
+        if self.log:
+            margin = max((high / low) ** 0.05, 1.05)
+            axes.set(yscale="log", ylim=(low / margin, high * margin))
+            every = {10.0: (1, 1.5, 2, 3, 4, 6, 8), 100.0: (1, 2, 5), math.inf: (1,)}  # ticks of a decade, by the span
+            ticks = next(subs for span, subs in every.items() if high / low < span)
+            axes.yaxis.set_major_locator(LogLocator(subs=ticks))
+            axes.yaxis.set_major_formatter("{x:g}")  # 0.01, not 10⁻²
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        else:
+            low = 0.0 if self.from_zero else low
+            margin = 0.05 * (high - low) or 1.0
+            axes.set_ylim(low - margin, high + margin)
 
 
-TEST_ACCURACY = Quantity("test_accuracy", "test accuracy (%)")
-TRAIN_LOSS = Quantity("train_loss", "train loss", log=True)
-TEST_LOSS = Quantity("test_loss", "test loss", log=True)
-SPARSITY = Quantity("sparsity", "sparsity (% of all parameters)", scale=100, from_zero=True)
+@dataclass(frozen=True)
+class Quantity:
+    """A field of `EpochRecord`, the factor that it is drawn with, and its axis."""
+
+    field: str
+    axis: Axis
+    factor: float = 1.0
+
+
+TEST_ACCURACY = Quantity("test_accuracy", Axis("test accuracy (%)"))
+TRAIN_LOSS = Quantity("train_loss", Axis("train loss", log=True))
+TEST_LOSS = Quantity("test_loss", Axis("test loss", log=True))
+SPARSITY = Quantity("sparsity", Axis("sparsity (% of all parameters)", from_zero=True), factor=100)
 
 Runs = Mapping[str, Sequence[Sequence[EpochRecord]]]
 """Label of a setting → the records of each of its seeds."""
@@ -183,16 +222,6 @@ def mark_epochs(axes: Axes) -> None:
         axes.set_xlim(first - 0.5, last + 0.5)
 
 
-def scale_log(axes: Axes, low: float, high: float) -> None:
-    """Make y logarithmic, from slightly below ``low`` to slightly above ``high``, with plain numbers as tick labels."""
-    margin = max((high / low) ** 0.05, 1.05)
-    axes.set(yscale="log", ylim=(low / margin, high * margin))
-    every = {10.0: (1, 1.5, 2, 3, 4, 6, 8), 100.0: (1, 2, 5), math.inf: (1,)}  # ticks of a decade, by the axis span
-    axes.yaxis.set_major_locator(LogLocator(subs=next(subs for span, subs in every.items() if high / low < span)))
-    axes.yaxis.set_major_formatter("{x:g}")  # 0.01, not 10⁻²
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
 @styled
 def add_legend(figure: Figure) -> None:
     """Add one legend above all panels, with each label once."""
@@ -226,9 +255,8 @@ def trajectories(runs: Runs, quantities: Sequence[Quantity]) -> Figure:
                 label = f"{label}, mean ± std of {len(seeds)} runs"
             if seeds:
                 draw_spread(axes, [_curve(seed, quantity) for seed in seeds], label=label, index=index)
-        axes.set_ylabel(quantity.label)
         mark_epochs(axes)
-        _fit(axes, quantity)
+        _fit(axes, quantity.axis)
     figure.align_ylabels()
     add_legend(figure)
     return figure
@@ -239,7 +267,10 @@ def training_curves(runs: Runs, tested_on: str = "test") -> Figure:
 
     ``tested_on`` names the data that were evaluated, if not the test set.
     """
-    accuracy, loss = (replace(q, label=q.label.replace("test", tested_on)) for q in (TEST_ACCURACY, TEST_LOSS))
+    accuracy, loss = (
+        replace(q, axis=replace(q.axis, label=q.axis.label.replace("test", tested_on)))
+        for q in (TEST_ACCURACY, TEST_LOSS)
+    )
     return trajectories(runs, (accuracy, SPARSITY, TRAIN_LOSS, loss))
 
 
@@ -298,27 +329,14 @@ def kind(layer: LayerSparsity) -> str:
 
 
 def _curve(records: Sequence[EpochRecord], quantity: Quantity) -> Curve:
-    return [r.epoch for r in records], [quantity.scale * getattr(r, quantity.field) for r in records]
+    return [r.epoch for r in records], [quantity.factor * getattr(r, quantity.field) for r in records]
 
 
-def _fit(axes: Axes, quantity: Quantity) -> None:
-    """Set the scale and limits of y by the lines, so that neither bands nor the first epochs stretch the axis."""
-    lines = [np.asarray(line.get_xydata(), dtype=np.float64) for line in axes.get_lines()]
-    points = np.concatenate(lines)
-    points = points[np.isfinite(points).all(axis=1)]
-    if quantity.log:
-        points = points[points[:, 1] > 0]
-    elif not quantity.from_zero:
-        points = points[points[:, 0] > 0.05 * points[:, 0].max(initial=0)]
-    if not len(points):  # nothing to show on this axis
-        return
-    low, high = float(points[:, 1].min()), float(points[:, 1].max())
-    if quantity.log:
-        scale_log(axes, low, high)
-    else:
-        low = 0.0 if quantity.from_zero else low
-        margin = 0.05 * (high - low) or 1.0
-        axes.set_ylim(low - margin, high + margin)
+def _fit(axes: Axes, axis: Axis) -> None:
+    """Fit y to the lines, so that no band stretches the axis, and near the values the first epochs do not either."""
+    points = np.concatenate([np.asarray(line.get_xydata(), dtype=np.float64) for line in axes.get_lines()])
+    late = points[:, 0] > 0.05 * points[:, 0].max(initial=0)
+    axis.fit(axes, points[late | axis.log | axis.from_zero, 1])
 
 
 def _shared_layers(seeds: Sequence[Sequence[LayerSparsity]]) -> Sequence[LayerSparsity]:

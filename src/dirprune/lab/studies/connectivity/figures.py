@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,7 +14,7 @@ from matplotlib.patheffects import withStroke
 
 from dirprune.connect import CurveProfile
 from dirprune.lab import plots
-from dirprune.lab.plots import Array
+from dirprune.lab.plots import Array, Axis
 
 LEVELS = 15
 FLOOR = 1e-6
@@ -22,11 +23,11 @@ FLAT = 0.15
 """A plane flatter than this is not drawn to scale, because the strip would be too low to read."""
 CEILING = 10.0
 """The highest contour level of the loss: far from the valley, losses of 1e6 are common and of no interest."""
-_LABELS = {
-    "train_loss": "train loss",
-    "train_error": "train error (%)",
-    "test_loss": "test loss",
-    "test_error": "test error (%)",
+_AXES = {
+    "train_loss": Axis("train loss", floor=FLOOR),
+    "train_error": Axis("train error (%)", from_zero=True, floor=0.01),
+    "test_loss": Axis("test loss", floor=FLOOR),
+    "test_error": Axis("test error (%)", from_zero=True, floor=0.01),
 }
 _PATHS = {"curve": ("fitted curve", 0, "-"), "line": ("straight line", 1, ":")}
 Point = tuple[str, float, float]
@@ -44,17 +45,20 @@ def profile(profiles: Mapping[str, CurveProfile], names: tuple[str, str], publis
         published: the authors' curve between such networks, drawn dashed.
     """
     figure, every = plots.panels(4)
-    for axes, (score, label) in zip(every, _LABELS.items(), strict=True):
-        for path, measured in profiles.items():
-            name, index, style = _PATHS[path]
-            axes.plot(*_over_t(measured, score), color=plots.colour(index), linestyle=style, label=name)
-        if published is not None:
-            plots.draw_published(axes, _over_t(published, score), label="published curve", index=0)
-        drawn = [*profiles.values(), *([] if published is None else [published])]
-        cut = score.endswith("loss") and any(getattr(p, score) < FLOOR for each in drawn for p in each.points)
-        label += f" (cut at {FLOOR:g})" if cut else ""  # otherwise the plateau there looks measured
-        axes.set(xlabel=f"t  (0: {names[0]}; 1: {names[1]})", ylabel=label, xlim=(0, 1))
-        _scale(axes, np.concatenate([_over_t(measured, score)[1] for measured in profiles.values()]), score)
+    for axes, (score, axis) in zip(every, _AXES.items(), strict=True):
+        drawn = {**profiles, **({} if published is None else {"published": published})}
+        values = {path: np.array([getattr(p, score) for p in each.points]) for path, each in drawn.items()}
+        ours = np.concatenate([values[path] for path in profiles])
+        axis = replace(axis, log=_spans_decades(ours, is_loss=score.endswith("loss")))
+        for path, measured in drawn.items():
+            line = [p.place[0] for p in measured.points], axis.shown(values[path])
+            if path == "published":
+                plots.draw_published(axes, line, label="published curve", index=0)
+            else:
+                name, index, style = _PATHS[path]
+                axes.plot(*line, color=plots.colour(index), linestyle=style, label=name)
+        axis.fit(axes, ours)
+        axes.set(xlabel=f"t  (0: {names[0]}; 1: {names[1]})", xlim=(0, 1))
     plots.add_legend(figure)
     return figure
 
@@ -91,7 +95,7 @@ def plane(
             _contours(axes, grid, score, among, floor=min(among[among > 0], default=2.0) / 2, ceiling=100.0)
         _marks(axes, marks, names)
         whose = "" if published is None else "published " if grid is published[0] else "our "
-        axes.set(aspect="auto" if slope < FLAT else "equal", title=whose + _LABELS[score])
+        axes.set(aspect="auto" if slope < FLAT else "equal", title=whose + _AXES[score].label)
         axes.set(xlim=(x.min(), x.max()), ylim=(y.min(), y.max()))
         axes.set(xlabel="ℓ₂ distance along the line", ylabel=f"ℓ₂ distance from it{note}")
     plots.add_legend(figure)
@@ -106,26 +110,10 @@ def _in_panels(maps: Sequence[_Map], columns: int) -> list[tuple[str, _Map]]:
     return [(score, each) for score in scores for each in maps]
 
 
-def _over_t(profile: CurveProfile, score: str) -> tuple[list[float], list[float]]:
-    """Return t and the score of every point."""
-    floor = FLOOR if score.endswith("loss") else 0.0
-    return [p.place[0] for p in profile.points], [max(getattr(p, score), floor) for p in profile.points]
-
-
-def _scale(axes: Axes, values: Array, score: str) -> None:
-    """Make y logarithmic if the values differ much; an error of 0 stays visible."""
+def _spans_decades(values: Array, *, is_loss: bool) -> bool:
+    """Return whether a linear axis would hide the small values: of losses below a tenth, of errors beside a fifth."""
     values = values[np.isfinite(values)]
-    if score.endswith("loss"):
-        axes.set_yscale("log" if values.max() > 10 * values.min() else "linear")
-        return
-    if values.max() > 20 and values.min() > 1:  # from 0, a valley of a few tenths would look flat
-        plots.scale_log(axes, float(values.min()), float(values.max()))
-        return
-    if values.max() > 20:
-        axes.set_yscale("symlog", linthresh=1)
-        axes.set_yticks([0, 1, 10, 100], ["0", "1", "10", "100"])
-    top = max(1.1 * values.max(), 0.1)
-    axes.set_ylim(-0.04 * top if axes.get_yscale() == "linear" else -0.1, top)  # keep a line at 0 above the axis
+    return bool(values.max() > (10 * max(values.min(), FLOOR) if is_loss else 20))
 
 
 def _contours(

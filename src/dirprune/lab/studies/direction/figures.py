@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from dirprune.lab.plots import GREY, add_legend, colour, mark_epochs, panels, scale_log, styled
+from dirprune.lab.plots import GREY, Axis, add_legend, colour, mark_epochs, panels, styled
 from dirprune.lab.studies.direction.projection import ProjectionRow
 from dirprune.lab.studies.direction.published import PublishedShares
 from dirprune.lab.studies.direction.scoring import ScoreRow
@@ -55,13 +55,11 @@ def projection_figure(rows: Sequence[ProjectionRow], published: Sequence[Publish
     if not all(row.converged for row in rows):
         axes.plot([], [], "o", markersize=3.5, color=GREY, mfc="white", label="not converged")
     axes.axhline(rows[0].random_level, linestyle="--", color=GREY, linewidth=1.0, label="a random direction")
-    axes.set_ylabel("share of the difference, ‖PΔ‖ / ‖Δ‖")
     vectors, examples = (_span([getattr(row, name) for row in rows]) for name in ("eigenvectors", "examples"))
     axes.set_title(f"k = {vectors}, Hessian of {examples} training examples")
     mark_epochs(axes)
     shares = [*(r.share for r in rows), *(share for curve in published for share in curve.shares)]
-    if heights := [height for height in (rows[0].random_level, *shares) if height > 0]:
-        scale_log(axes, min(heights), max(heights))
+    Axis("share of the difference, ‖PΔ‖ / ‖Δ‖", log=True).fit(axes, [rows[0].random_level, *shares])
     add_legend(figure)
     return figure
 
@@ -100,7 +98,9 @@ def score_figure(rows: Sequence[ScoreRow]) -> Figure:
         x = [100 * row.sparsity for row in own]
         loss.plot(x, [row.train_loss for row in own], marker=marker, markersize=3, color=shade, label=label)
         accuracy.plot(x, [row.test_accuracy for row in own], marker=marker, markersize=3, color=shade)
-    loss.set(xlabel="sparsity (% of all parameters)", ylabel="training loss (plain data)", yscale="log")
-    accuracy.set(xlabel="sparsity (% of all parameters)", ylabel="test accuracy (%)")
+    Axis("training loss (plain data)", log=True).fit(loss, [row.train_loss for row in measured])
+    Axis("test accuracy (%)").fit(accuracy, [row.test_accuracy for row in measured])
+    for axes in (loss, accuracy):
+        axes.set_xlabel("sparsity (% of all parameters)")
     add_legend(figure)
     return figure

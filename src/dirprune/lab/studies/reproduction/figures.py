@@ -8,21 +8,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dirprune.lab import plots
-from dirprune.lab.plots import Curve
+from dirprune.lab.plots import Axis, Curve
 from dirprune.lab.published import METRICS, Band, NormRatio, Setting
 
 THEIRS, OURS = 0, 1  # indices of their colours
 BAND = "range of the authors' runs"
-LABELS = {
-    "train_loss": "train loss",
-    "train_accuracy": "train accuracy (%)",
-    "test_loss": "test loss",
-    "test_accuracy": "test accuracy (%)",
-    "sparsity": "sparsity (%)",
-}
-UNIT = 1e-4  # unit of the norm ratio's axis
 LOSS_FLOOR = 1e-5
 """Lower end of the train-loss axis: the authors logged four decimals, so theirs drop from 1e-4 to 0 in one step."""
+AXES = {
+    "train_loss": Axis("train loss", log=True),
+    "train_accuracy": Axis("train accuracy (%)"),
+    "test_loss": Axis("test loss"),
+    "test_accuracy": Axis("test accuracy (%)"),
+    "sparsity": Axis("sparsity (%)", from_zero=True),
+}
+UNIT = 1e-4  # unit of the norm ratio's axis
 
 
 @plots.styled
@@ -45,7 +45,7 @@ def trajectories(
         axes.set(
             title=f"{setting}{_progress(bands[setting, metric], ours.get((setting, metric), ()))}" if top else "",
             xlabel="epoch" if bottom else "",
-            ylabel=LABELS[metric] if first else "",
+            ylabel=AXES[metric].label if first else "",
         )
         axes.tick_params(labelleft=first, labelbottom=bottom)
     plots.add_legend(figure)
@@ -103,13 +103,6 @@ def _scale(axes: Axes, metric: str, bands: Sequence[Band]) -> None:
     """Give all panels of a metric the same axis: the range of the published runs after the first tenth of epochs."""
     last = max(band.epochs[-1] for band in bands)
     late = [i for i, epoch in enumerate(bands[0].epochs) if epoch >= 0.1 * last]
-    low = min(band.low[i] for band in bands for i in late)
-    high = max(band.high[i] for band in bands for i in late)
+    values = [value for band in bands for i in late for value in (band.low[i], band.high[i])]
+    AXES[metric].fit(axes, [max(value, LOSS_FLOOR) for value in values] if metric == "train_loss" else values)
     axes.set(xlim=(0, last), xticks=[0, last // 2, last])
-    if metric == "train_loss":
-        axes.set(yscale="log", ylim=(LOSS_FLOOR, 5))
-    elif metric == "sparsity":
-        axes.set_ylim(-3, 103)  # keep a line at 0 visible
-    else:
-        margin = 0.08 * (high - low)
-        axes.set_ylim(low - margin, high + margin)
