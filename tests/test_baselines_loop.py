@@ -17,7 +17,19 @@ from torch.optim import SGD, Optimizer
 
 from dirprune import sparsity
 from dirprune.lab import data, methods, models
-from dirprune.lab.methods import Amc, Magnitude, Method, MethodSpec, RigL, Str, VariationalDropout
+from dirprune.lab.methods import (
+    Acdc,
+    Amc,
+    Ham,
+    LinBreg,
+    Magnitude,
+    Method,
+    MethodSpec,
+    Pat,
+    RigL,
+    Str,
+    VariationalDropout,
+)
 from dirprune.lab.training.execution import Execution, PlainStep, Tally
 from dirprune.lab.training.loop import EpochRecord, evaluate, train
 from dirprune.lab.training.optimizers import Grda, Rda
@@ -41,6 +53,10 @@ METHODS: dict[str, Make] = {
     "str": partial(Str, decay=0.5, start=-4.0),
     "variational-dropout": partial(VariationalDropout, start=-5.0, pace=1.0),
     "amc": partial(Amc, sparsity=0.8, reward=size_of_the_first_layer, warmup=2, episodes=2),
+    "pat": partial(Pat, sparsity=0.8),
+    "acdc": partial(Acdc, sparsity=0.8, phase=0.15, dense=0.5, end=0.7),
+    "ham": partial(Ham, sparsity=0.8, alpha=1.0, phase=0.15, dense=0.5, end=0.7),
+    "linbreg": partial(LinBreg, lam=0.01, density=0.2),
 }
 
 
@@ -90,6 +106,10 @@ LEARNS: dict[str, tuple[Make, float, tuple[float, float]]] = {
     "rigl": (partial(RigL, sparsity=0.9, every=20), 80, (0.9, 0.9)),
     "str": (partial(Str, decay=0.15, start=-8.0), 85, (0.75, 1)),
     "variational-dropout": (VariationalDropout, 88, (0.75, 1)),
+    "pat": (partial(Pat, sparsity=0.9), 88, (0.9, 0.9)),
+    "acdc": (partial(Acdc, sparsity=0.9), 88, (0.9, 0.9)),
+    "ham": (partial(Ham, sparsity=0.9, alpha=10.0), 88, (0.9, 0.9)),
+    "linbreg": (partial(LinBreg, lam=0.05), 80, (0.7, 1)),
 }
 
 

@@ -16,10 +16,10 @@ from PIL import Image
 from torch import nn
 
 from dirprune import sparsity
-from dirprune.lab.methods import METHODS
 from dirprune.lab.plots import save
 from dirprune.lab.studies.comparison.figures import layer_bars, layerwise, method_of, tradeoff
 from dirprune.lab.studies.comparison.tradeoff import Curve, LayerBar
+from dirprune.lab.studies.comparison.trials import DEFAULT
 
 GRDA = Curve("gRDA", sparsity=[0.98, 0.9, 0.95], accuracy=[92.0, 93.5, 93.0], spread=[0.3, 0.1, 0.2])
 DENSE = Curve("dense", sparsity=[0], accuracy=[93.7], spread=[0.2])
@@ -119,7 +119,7 @@ def test_accuracies_far_apart_get_a_closer_panel() -> None:
 
 
 def test_every_method_of_the_lab_has_a_colour_of_its_own_in_both_figures() -> None:
-    names = list(METHODS)
+    names = list(DEFAULT)
     assert [method_of(name) for name in names] == [name.replace("-", " ") for name in names]
     [axes] = tradeoff([Curve(name, [0.9, 0.95], [90.0, 89.0]) for name in names]).axes
     colours = {name: lines(axes)[name].get_color() for name in names}

@@ -12,16 +12,34 @@ from typing import Any
 
 from torch import nn
 
+from dirprune.lab.methods.acdc import Acdc
 from dirprune.lab.methods.amc import Amc
+from dirprune.lab.methods.ham import Ham
+from dirprune.lab.methods.linbreg import LinBreg
 from dirprune.lab.methods.magnitude import Magnitude
 from dirprune.lab.methods.method import Method
+from dirprune.lab.methods.pat import Pat
 from dirprune.lab.methods.rigl import RigL
 from dirprune.lab.methods.soft_threshold import Str
 from dirprune.lab.methods.variational_dropout import VariationalDropout
 from dirprune.lab.names import unknown
 from dirprune.lab.ranges import BadValue
 
-__all__ = ["METHODS", "Amc", "Magnitude", "Method", "MethodSpec", "RigL", "Str", "Variant", "VariationalDropout"]
+__all__ = [
+    "METHODS",
+    "Acdc",
+    "Amc",
+    "Ham",
+    "LinBreg",
+    "Magnitude",
+    "Method",
+    "MethodSpec",
+    "Pat",
+    "RigL",
+    "Str",
+    "Variant",
+    "VariationalDropout",
+]
 
 Option = float | str
 """The value of a method's option: a type that survives a round trip through JSON."""
@@ -69,6 +87,10 @@ METHODS: dict[str, Variant] = {
         "until three quarters of them and fine-tunes for the rest",
     ),
     "str": Variant(Str, "STR", "one more parameter per layer, and a threshold in every forward pass"),
+    "pat": Variant(Pat, "PAT", "one more copy of the weights, and sorting all of them in every step until 75%"),
+    "acdc": Variant(Acdc, "AC/DC", "sorting all weights eight times"),
+    "ham": Variant(Ham, "HAM on AC/DC", "one more pass over the weights in every step, and AC/DC's sorting"),
+    "linbreg": Variant(LinBreg, "LinBreg", "one more copy of the weights; it starts with 5% of them"),
 }
 
 

@@ -30,6 +30,10 @@ _METHODS = {
     "sgd": (plots.colour(6), "X"),
     "dense": (plots.colour(6), "X"),
     "rda": ("#882255", "p"),  # wine, which differs from both the light and the dark colours
+    "pat": ("#332288", "h"),
+    "acdc": ("#117733", "<"),
+    "ham": ("#999933", ">"),
+    "linbreg": ("#AA4499", "d"),
     "random": ("#A0A0A0", "x"),
 }
 _OTHER_METHOD = (GREY, "*")
@@ -137,7 +141,7 @@ def method_of(label: str) -> str | None:
     >>> method_of("Variational-dropout, log α > 3"), method_of("gRDA c = 0.005"), method_of("mine")
     ('variational dropout', 'grda', None)
     """
-    plain = label.lower().replace("-", " ")
+    plain = label.lower().replace("-", " ").replace("/", "")
     return next((name for name in _METHODS if plain.startswith(name)), None)
 
 

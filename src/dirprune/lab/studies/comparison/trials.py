@@ -132,6 +132,7 @@ def default_sweep(name: str, recipe: Recipe, batches: int) -> list[float]:
 
     - gRDA: around the c whose final threshold at a constant rate, c √γ (nγ)^μ, is that of the unchanged recipe.
     - ℓ₁-RDA: around the λ whose final threshold, nγλ, is the same.
+    - LinBreg: around this final threshold itself.
     - STR: around `str_decay`.
     - variational dropout: β up to 1, the variational bound; smaller values with weight decay.
     """
@@ -141,6 +142,7 @@ def default_sweep(name: str, recipe: Recipe, batches: int) -> list[float]:
     strengths: dict[str, tuple[Sequence[float], Callable[[], float]]] = {
         "grda": (FACTORS, lambda: threshold / (rate**0.5 * (steps * rate) ** _own(recipe).mu)),
         "rda": (FACTORS, lambda: threshold / (steps * rate)),
+        "linbreg": (FACTORS, lambda: threshold),
         "str": (FACTORS, lambda: str_decay(recipe, batches)),
         "variational-dropout": (BETAS, lambda: weight_decay_share(recipe, exposure(recipe, batches))),
     }
