@@ -26,17 +26,14 @@ from typer.testing import CliRunner, Result
 
 import dirprune
 from dirprune.lab.cli import app as cli
-from dirprune.lab.cli import console, drive, follow
+from dirprune.lab.cli import console, follow
+from dirprune.lab.cli.output import Output
 from dirprune.lab.data import download
 from dirprune.lab.records import checkpoint
 from dirprune.lab.studies import bench
-from dirprune.lab.studies.connectivity import verb as cli_connect
 from dirprune.lab.studies.connectivity import work as connectivity
 from dirprune.lab.studies.direction import figures as direction_plots
-from dirprune.lab.studies.direction import verb as cli_direction
 from dirprune.lab.studies.report import report
-from dirprune.lab.studies.reproduction import verb as cli_reproduce
-from dirprune.lab.studies.theorem import verb as cli_theorem
 from dirprune.lab.studies.theorem import work as theory_report
 from dirprune.lab.studies.theorem.limit_law import LimitRow
 from dirprune.lab.studies.theorem.problems import TheoremRow
@@ -99,14 +96,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DIRPRUNE_DATA", raising=False)
     monkeypatch.delenv("DIRPRUNE_TRACEBACK", raising=False)
-
-
-@pytest.fixture
-def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the commands print what a person sees, at a terminal of 80 columns: the usual default."""
-    for module in (cli, cli_reproduce, cli_connect, cli_direction, cli_theorem, console, drive, follow):
-        monkeypatch.setattr(module, "is_terminal", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "80")  # wherever the tests run
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +111,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, networks: None) -> dict[st
         "seed1": ("--c", 0.02, "--seed", 1),
         "held-out": ("--c", 0.02, "--validation", 0.2),
     }.items():
-        result = call("train", "digits", *common, *options, "--out", folder / name)
+        result = call("train", "digits", *common, *options, "--json", "--out", folder / name)
         made[name] = (folder / name, result)
     return made
 
@@ -182,7 +172,7 @@ def test_help_says_what_happens_by_default(verb: str, default: str, monkeypatch:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     folder = tmp_path_factory.mktemp("demo") / "out"
-    return folder, call("demo", "--epochs", 2, "--out", folder)
+    return folder, call("demo", "--epochs", 2, "--json", "--out", folder)
 
 
 def test_demo_gives_machines_one_object_and_a_figure(demo: tuple[Path, Result]) -> None:
@@ -217,7 +207,6 @@ def test_demo_trains_both_from_the_same_weights(demo: tuple[Path, Result]) -> No
         assert torch.equal(grda[name], value)
 
 
-@pytest.mark.usefixtures("_terminal")
 def test_demo_at_a_terminal_and_a_second_time(demo: tuple[Path, Result]) -> None:
     folder, _ = demo
     before = tree(folder)
@@ -243,8 +232,6 @@ def test_train_prints_its_records_and_nothing_else(trained: dict[str, tuple[Path
     folder, result = trained["grda"]
     assert objects(result) == [record.to_dict() for record in runs.load(folder).records()]
     assert [record["epoch"] for record in objects(result)] == [1, 2]
-    assert f"dirprune report {folder}" in result.stderr
-    assert "epoch 2 of 2, test accuracy" in result.stderr
 
 
 def test_event_files_hold_the_records(trained: dict[str, tuple[Path, Result]]) -> None:
@@ -265,7 +252,7 @@ def test_kept_checkpoints_stay(trained: dict[str, tuple[Path, Result]]) -> None:
 
 def test_a_validation_share_is_held_out_and_reported_on(trained: dict[str, tuple[Path, Result]]) -> None:
     folder, result = trained["held-out"]
-    assert "validation accuracy" in result.stderr
+    assert "validation accuracy" in call("resume", folder).stdout  # which has nothing left to train
     parts = assemble(runs.load(folder).recipe, device=torch.device("cpu"), root=None)
     assert parts.loaders.validation is not None
     parts.model.load_state_dict(runs.weights_of(runs.load(folder))[1])
@@ -297,7 +284,14 @@ def test_every_override_reaches_the_configuration(monkeypatch: pytest.MonkeyPatc
     }
     assert execution == {**plain["cuda"], "precision": "float32", "compile": False, "lean": True}
     assert on_cpu == {**plain["cpu"], "lean": True}
-    assert given == {"device": "cpu", "root": Path("d"), "save_every": 4, "minutes": 9.0, "tensorboard": True}
+    assert given == {
+        "device": "cpu",
+        "root": Path("d"),
+        "save_every": 4,
+        "minutes": 9.0,
+        "tensorboard": True,
+        "output": Output(),
+    }
 
 
 def test_options_of_another_optimizer_are_refused() -> None:
@@ -319,11 +313,11 @@ def test_resuming_trains_what_is_missing_and_no_more(trained: dict[str, tuple[Pa
     whole = checkpoint.load(folder / "checkpoints" / "epoch-0002.pt")
     for path in (folder / "checkpoints").glob("epoch-0002*"):
         path.unlink()
-    again = objects(call("resume", folder))
+    again = objects(call("resume", folder, "--json"))
     assert [record["epoch"] for record in again] == [2]
     resumed = checkpoint.load(folder / "checkpoints" / "epoch-0002.pt")
     assert all(torch.equal(resumed["model"][name], value) for name, value in whole["model"].items())
-    assert objects(call("resume", folder)) == []
+    assert objects(call("resume", folder, "--json")) == []
 
 
 def test_a_damaged_checkpoint_is_told_in_one_line(trained: dict[str, tuple[Path, Result]], tmp_path: Path) -> None:
@@ -333,7 +327,7 @@ def test_a_damaged_checkpoint_is_told_in_one_line(trained: dict[str, tuple[Path,
         file.write(b"x")
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        result = call("resume", folder)
+        result = call("resume", folder, "--json")
     assert [record["epoch"] for record in objects(result)] == [2]
     first = result.stderr.splitlines()[0]
     assert first.startswith("dirprune: going back to")
@@ -342,7 +336,7 @@ def test_a_damaged_checkpoint_is_told_in_one_line(trained: dict[str, tuple[Path,
 
 
 def test_report_of_seeds_for_machines(trained: dict[str, tuple[Path, Result]]) -> None:
-    (found,) = objects(call("report", *(trained[name][0] for name in ("sgd", "seed1", "grda"))))
+    (found,) = objects(call("report", *(trained[name][0] for name in ("sgd", "seed1", "grda")), "--json"))
     by_optimizer = {row["optimizer"]: row for row in found["rows"]}
     values = [objects(trained[name][1])[-1]["test_accuracy"] for name in ("grda", "seed1")]
     spread = by_optimizer["grda"]["test_accuracy"]
@@ -354,7 +348,6 @@ def test_report_of_seeds_for_machines(trained: dict[str, tuple[Path, Result]]) -
     assert all(Path(path).exists() for path in found["figures"])
 
 
-@pytest.mark.usefixtures("_terminal")
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
 def test_report_loses_nothing_at_a_narrow_terminal(
     columns: str, trained: dict[str, tuple[Path, Result]], monkeypatch: pytest.MonkeyPatch
@@ -371,14 +364,13 @@ def test_report_loses_nothing_at_a_narrow_terminal(
     assert "…" not in text
 
 
-@pytest.mark.usefixtures("_terminal")
 def test_report_of_one_run_at_a_terminal(trained: dict[str, tuple[Path, Result]], tmp_path: Path) -> None:
     text = call("report", trained["held-out"][0], "--out", tmp_path / "figures")
     assert "epoch 2:" in text.stdout
     assert "validation" in text.stdout
     assert "test accuracy" not in text.stdout
     assert "1.weight" in text.stdout
-    assert "20% held out" in text.stderr
+    assert "20% held out" in text.stdout
     assert (tmp_path / "figures" / "curves.png").exists()
 
 
@@ -510,7 +502,7 @@ def test_layers_without_a_weight_left_are_told_with_the_remedy() -> None:
 
 
 def test_a_network_without_a_weight_left_is_told_with_the_remedy_and_its_metrics_are_json() -> None:
-    result = call("train", "digits", "--model", LINEAR, "--epochs", 1, "--c", 500, "--out", "gone")
+    result = call("train", "digits", "--model", LINEAR, "--epochs", 1, "--c", 500, "--out", "gone", "--json")
     assert "Every weight is zero: the threshold grew past all of them. Lower --c (500) or --lr (0.1)." in result.stderr
     (line,) = Path("gone/metrics.jsonl").read_text().splitlines()
     for text in (result.stdout, line):
@@ -553,7 +545,6 @@ def test_ctrl_c_is_answered(
 # tables and bars
 
 
-@pytest.mark.usefixtures("_terminal")
 @pytest.mark.parametrize(
     ("rows", "columns", "across"),
     # Too wide, so the table is turned; too wide as well, but wider still if turned; not too wide.
@@ -563,7 +554,7 @@ def test_a_table_takes_the_narrower_way(
     rows: int, columns: int, across: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     header = [f"n{number}" for number in range(columns)]
-    console.show("a title", header, [[f"{row}.{column:06}" for column in range(columns)] for row in range(rows)])
+    Output().table("a title", header, [[f"{row}.{column:06}" for column in range(columns)] for row in range(rows)])
     lines = capsys.readouterr().out.splitlines()
     assert (lines[1].count("┃") == columns - 1) == across
     if not across or columns < 9:
@@ -624,23 +615,20 @@ def test_what_is_said_beside_a_bar_has_a_line_of_its_own(monkeypatch: pytest.Mon
     assert "Stopping after this epoch." in Text.from_ansi(told.text()).plain.splitlines()
 
 
-@pytest.mark.usefixtures("_terminal")
 def test_a_table_goes_without_what_is_empty_the_same_or_spare(capsys: pytest.CaptureFixture[str]) -> None:
     columns = ("name", "same", "none", "much", "little", "kept")
     rows = [(f"setting {n} of the experiment", "60/60", "–", 20 * str(n), 18 * str(n), 16 * str(n)) for n in range(5)]
-    console.show("all", columns, rows, left=1, spare=("little", "much"))
+    Output().table("all", columns, rows, left=1, spare=("little", "much"))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert [word.strip() for word in lines[1].split("┃")] == ["name", "much", "kept"]
-    assert " ".join(map(str.strip, lines[-2:])).endswith(
-        "The same in all rows: same 60/60. In the piped output only: little."
-    )
+    assert " ".join(map(str.strip, lines[-2:])).endswith("The same in all rows: same 60/60. With --json only: little.")
     assert [line.split("│")[0].strip() for line in lines[3:8]] == [row[0] for row in rows]  # names are not wrapped
 
 
 def test_a_table_of_nothing_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    console.show("all", ("name", "value"), [("–", "–")])
-    console.show("none", ("name", "value"), [])
+    Output().table("all", ("name", "value"), [("–", "–")])
+    Output().table("none", ("name", "value"), [])
     assert capsys.readouterr().out.count("name") == 2
 
 
@@ -656,7 +644,6 @@ def test_a_terminal_without_a_width_hears_what_is_said(monkeypatch: pytest.Monke
     ]
 
 
-@pytest.mark.usefixtures("_terminal")
 def test_a_report_of_many_settings_fits_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     spreads = [report.Spread(n / 10, 0.01) for n in range(4, 9)]
     cells = [
@@ -666,7 +653,7 @@ def test_a_report_of_many_settings_fits_the_terminal(capsys: pytest.CaptureFixtu
         ).cells()
         for one in spreads
     ]
-    console.show("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2, spare=report.SPARE)
+    Output().table("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2, spare=report.SPARE)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     for one, line in zip(spreads, lines[-7:-2], strict=True):
@@ -736,11 +723,10 @@ def test_a_wrong_word_is_a_usage_error() -> None:
 
 
 def test_recipes_for_machines() -> None:
-    found = [Recipe.from_dict(values) for values in objects(call("recipes"))]
+    found = [Recipe.from_dict(values) for values in objects(call("recipes", "--json"))]
     assert found == [recipes.get(name) for name in recipes.names()]
 
 
-@pytest.mark.usefixtures("_terminal")
 @pytest.mark.parametrize("columns", ["60", "80", "160"])
 def test_recipes_can_be_read_at_a_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -752,10 +738,9 @@ def test_recipes_can_be_read_at_a_terminal(columns: str, monkeypatch: pytest.Mon
     assert max(map(len, lines)) <= int(columns)
 
 
-def test_a_recipe_can_be_looked_at(request: pytest.FixtureRequest) -> None:
-    assert [values["name"] for values in objects(call("recipes", "digits"))] == ["digits"]
+def test_a_recipe_can_be_looked_at() -> None:
+    assert [values["name"] for values in objects(call("recipes", "digits", "--json"))] == ["digits"]
     assert "Did you mean 'digits'?" in call("recipes", "digit").stderr
-    request.getfixturevalue("_terminal")
     cells = [[word.strip() for word in line.split("│")] for line in call("recipes", "digits").stdout.splitlines()]
     for row in (["batch_size", "32"], ["schedule", "kind constant-linear-constant"], ["exempt", "–"]):
         assert row in cells
@@ -770,10 +755,10 @@ def test_data(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return download.Fetched(to / "set", source)
 
     monkeypatch.setattr(download, "fetch", fetch)
-    result = call("data", "cifar100", "--to", "there")
-    assert seen == [("cifar100", Path("there"))]
+    result = call("data", "cifar100", "--to", "there", "--json")
     assert objects(result) == [{"folder": "there/set", "source": source}]
-    assert "Use it with --data there" in result.stderr
+    assert seen == [("cifar100", Path("there"))]
+    assert "Use it with --data there" in call("data", "cifar100", "--to", "there").stdout
 
 
 def test_data_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -795,7 +780,7 @@ def _quick_bench(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_quick_bench")
 def test_bench(tmp_path: Path) -> None:
-    found = objects(call("bench", "small", "--device", "cpu", "--out", "bench.csv"))
+    found = objects(call("bench", "small", "--device", "cpu", "--out", "bench.csv", "--json"))
     assert [cost["optimizer"] for cost in found] == ["sgd", "grda"]
     assert all(cost["ms"] > 0 for cost in found)
     assert [cost["ratio_to_sgd"] for cost in found] == [1.0, found[1]["ms"] / found[0]["ms"]]
@@ -804,7 +789,7 @@ def test_bench(tmp_path: Path) -> None:
     assert "hardware" in lines[0]
 
 
-@pytest.mark.usefixtures("_quick_bench", "_terminal")
+@pytest.mark.usefixtures("_quick_bench")
 def test_ctrl_c_in_bench_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = bench.bench
 
@@ -819,7 +804,7 @@ def test_ctrl_c_in_bench_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch
     assert "Stopped; 1 of 2 measurements are complete." in result.stderr
 
 
-@pytest.mark.usefixtures("_quick_bench", "_terminal")
+@pytest.mark.usefixtures("_quick_bench")
 def test_bench_at_a_terminal() -> None:
     text = call("bench", "small", "--device", "cpu").stdout
     assert "÷ SGD" in text
@@ -841,10 +826,9 @@ def test_theory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(theory_report, "report", first_of_report)
     options = {"--problems": 1, "--runs": 2, "--seed": 4, "--out": "numbers", "--figures": "pictures"}
-    result = call("theory", *flat(options))
-    (row,) = objects(result)
+    (row,) = objects(call("theory", *flat(options), "--json"))
     assert row["gamma"] > 0
-    assert "numbers, pictures" in result.stderr
+    assert "numbers, pictures" in call("theory", *flat(options)).stdout
 
 
 def test_the_columns_of_theory_are_words() -> None:
@@ -857,7 +841,7 @@ def test_the_columns_of_theory_are_words() -> None:
 def test_project(trained: dict[str, tuple[Path, Result]]) -> None:
     sgd, grda = trained["sgd"][0], trained["grda"][0]
     options = {"--k": 2, "--epochs": "1,2", "--examples": 100, "--max-iterations": 30, "--out": "out"}
-    rows = objects(call("project", sgd, grda, *flat(options)))
+    rows = objects(call("project", sgd, grda, *flat(options), "--json"))
     assert [row["epoch"] for row in rows] == [1, 2]
     assert all(0 < row["share"] <= 1 for row in rows)
     for name in ("projection.csv", "eigenvalues.csv", "projection.png"):
@@ -866,7 +850,7 @@ def test_project(trained: dict[str, tuple[Path, Result]]) -> None:
 
 def test_score(trained: dict[str, tuple[Path, Result]]) -> None:
     options = {"--k": "0,2", "--samples": 2, "--examples": 100, "--max-iterations": 60, "--tolerance": 0.01}
-    rows = objects(call("score", trained["sgd"][0], *flat(options), "--out", "out"))
+    rows = objects(call("score", trained["sgd"][0], *flat(options), "--out", "out", "--json"))
     assert {row["method"] for row in rows} >= {"directional", "magnitude"}
     assert {row["k"] for row in rows if row["method"] == "directional"} >= {2}
     for name in ("score.csv", "score.png"):
@@ -874,9 +858,8 @@ def test_score(trained: dict[str, tuple[Path, Result]]) -> None:
 
 
 def test_score_shows_also_what_earlier_commands_measured(
-    trained: dict[str, tuple[Path, Result]], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    trained: dict[str, tuple[Path, Result]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request.getfixturevalue("_terminal")
     drawn: list[Any] = []
     whole = direction_plots.score_figure
     monkeypatch.setattr(direction_plots, "score_figure", lambda rows: (drawn.append(rows), whole(rows))[1])
@@ -901,11 +884,11 @@ def test_more_eigenvectors_than_weights_are_refused_and_leave_no_folder(
 
 
 def test_connect_and_its_table_at_a_terminal(
-    trained: dict[str, tuple[Path, Result]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    trained: dict[str, tuple[Path, Result]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"--epochs": 1, "--points": 3, "--grid": 3, "--plane-examples": 32, "--epoch-b": 1, "--out": "out"}
     command = ("connect", trained["grda"][0], trained["sgd"][0], *flat(options))
-    (found,) = objects(call(*command))
+    (found,) = objects(call(*command, "--json"))
     assert (found["config"]["epoch_a"], found["config"]["epoch_b"]) == (2, 1)
     assert found["distance"] > 0
     for name in ("profile.csv", "plane.csv", "summary.json", "figures/profile.png", "figures/plane.png"):
@@ -914,7 +897,6 @@ def test_connect_and_its_table_at_a_terminal(
     def nothing_left(*_: Any, **__: Any) -> Iterator[Any]:
         yield from ()
 
-    request.getfixturevalue("_terminal")
     monkeypatch.setattr(connectivity, "connect", nothing_left)
     text = call(*command).stdout
     assert "straight line" in text
@@ -922,18 +904,19 @@ def test_connect_and_its_table_at_a_terminal(
 
 
 def test_reproduce(trained: dict[str, tuple[Path, Result]]) -> None:
-    result = call("reproduce", trained["grda"][0], "--results", "results")
-    assert objects(result) == []  # the paper has no results for digits
-    assert "0 of 450 published cells" in result.stderr
+    command = ("reproduce", trained["grda"][0], "--results", "results")
+    result = call(*command)
+    assert objects(call(*command, "--json")) == []  # the paper has no results for digits
+    assert "0 of 450 published cells" in result.stdout
     assert "digits" in result.stderr
     assert "has no ledger.csv" not in result.stderr
     assert len(Path("results/trajectories.csv").read_text().splitlines()) == 3
     assert Path("results/ledger.csv").exists()
 
 
-def test_reproduce_for_machines_and_people(request: pytest.FixtureRequest) -> None:
+def test_reproduce_for_machines_and_people() -> None:
     command = ("reproduce", "--results", ROOT / "results")
-    cells = objects(call(*command))
+    cells = objects(call(*command, "--json"))
     (cell,) = [
         cell
         for cell in cells
@@ -945,22 +928,20 @@ def test_reproduce_for_machines_and_people(request: pytest.FixtureRequest) -> No
     for name, against in (("deviation", "paper"), ("comparable_deviation", "comparable")):
         theirs = cell["published"][against]
         assert cell[name] == pytest.approx((cell["mean"] - theirs["mean"]) / theirs["std"])
-    assert "missing: wrn28x10-cifar100, gRDA μ=0.65: no run yet" in call("reproduce", "--results", "none").stderr
-    request.getfixturevalue("_terminal")
+    assert "missing: wrn28x10-cifar100, gRDA μ=0.65: no run yet" in call("reproduce", "--results", "none").stdout
     shown = call(*command)
-    assert f"{len(cells)} of 450 published cells" in shown.stderr
+    assert f"{len(cells)} of 450 published cells" in shown.stdout
     assert "vgg16-cifar10, gRDA μ=0.6" in shown.stdout
-    assert max(map(len, shown.stdout.splitlines())) <= 80
+    assert max(len(line) for line in shown.stdout.splitlines() if "│" in line) <= 80
     lost = call("reproduce", "--results", "nowhere")
-    assert "vgg16-cifar10, SGD: no run yet" in lost.stderr
+    assert "vgg16-cifar10, SGD: no run yet" in lost.stdout
     assert "nowhere has no ledger.csv; give --results" in lost.stderr
 
 
-@pytest.mark.usefixtures("_terminal")
 def test_the_studies_at_a_terminal(trained: dict[str, tuple[Path, Result]]) -> None:
     sgd, grda = trained["sgd"][0], trained["grda"][0]
     small = ("--examples", 100, "--max-iterations", 40, "--out")
     assert "random" in call("project", sgd, grda, "--k", 1, "--epochs", 2, *small, "p").stdout
     scores = [line.split("│") for line in call("score", sgd, "--k", 0, "--samples", 1, *small, "s").stdout.splitlines()]
     ks = {(words[0].strip(), words[1].strip()) for words in scores if len(words) > 1}
-    assert ks == {("magnitude", "–"), ("brain-damage", "–"), ("directional", "0")}
+    assert ks == {("magnitude", "–"), ("brain-damage", "–"), ("brain-surgeon", "–"), ("directional", "0")}

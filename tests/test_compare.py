@@ -21,13 +21,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from dirprune.lab import methods
-from dirprune.lab.cli import console
 from dirprune.lab.methods import MethodSpec, amc
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.tables import read_rows
 from dirprune.lab.studies.comparison import tables as comparison
 from dirprune.lab.studies.comparison import trials
-from dirprune.lab.studies.comparison import verb as cli_compare
 from dirprune.lab.studies.comparison import work as compare
 from dirprune.lab.studies.comparison.ranking import Point, paired_gap, rank, read_at
 from dirprune.lab.studies.comparison.trials import enter, plan, run_name
@@ -678,7 +676,7 @@ def test_a_reward_is_measured_on_held_out_data_and_never_on_the_test_set() -> No
 
 
 def command(*words: object) -> list[object]:
-    return ["compare", "digits-short", "--model", SHORT.model, "--epochs", 2, "--device", "cpu", *words]
+    return ["compare", "digits-short", "--model", SHORT.model, "--epochs", 2, "--device", "cpu", "--json", *words]
 
 
 def test_the_precision_is_that_of_every_run(tmp_path: Path) -> None:
@@ -709,10 +707,11 @@ def test_the_command_trains_tells_and_goes_on(tmp_path: Path) -> None:
         (0.8, 1, "rigl"),
     ]
     assert all(row["seeds"] == 2 and row["test_accuracy_std"] >= 0 for row in ranked)
-    assert "Every run had 2 epochs of the same minibatches" in result.stderr
     assert objects(call(*words)) == rows
-    again = call("compare", "--no-train", "--sparsity", "0.5,0.8", "--out", tmp_path / "out")
+    last = ("compare", "--no-train", "--sparsity", "0.5,0.8", "--out", tmp_path / "out", "--json")
+    again = call(*last)
     assert objects(again) == ranked
+    assert "Every run had 2 epochs of the same minibatches" in call(*last[:-1]).stdout
 
 
 def numbers_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -779,8 +778,6 @@ def test_the_table_can_be_read_at_a_narrow_terminal(tmp_path: Path, monkeypatch:
         for asked in (0.8, 0.9)
         for place, name in enumerate(names)
     ]
-    for module in (cli_compare, console):
-        monkeypatch.setattr(module, "is_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(comparison, "read", lambda _: [None])
     monkeypatch.setattr(comparison, "ranking", lambda *_: rows)

@@ -12,9 +12,8 @@ from test_cli import call, objects
 from dirprune import sparsity
 from dirprune.deploy import load_sparse
 from dirprune.lab import models
-from dirprune.lab.cli import console
+from dirprune.lab.methods import MethodSpec
 from dirprune.lab.records import checkpoint
-from dirprune.lab.studies.deployment import verb
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import conduct
 
@@ -22,8 +21,8 @@ from dirprune.lab.training.experiment import conduct
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two epochs of a method whose masks leave −0.0, with all checkpoints."""
-    digits = replace(recipes.get("digits-short"), epochs=2, batch_size=512, keep=(0, 1, 2))
-    recipe = replace(digits, optimizer="sgd", method="magnitude", options=(("sparsity", 0.9), ("end", 0.5)))
+    digits = recipes.get("digits-short").but(optimizer="sgd", epochs=2, batch_size=512, keep=(0, 1, 2))
+    recipe = replace(digits, method=MethodSpec("magnitude", (("sparsity", 0.9), ("end", 0.5))))
     run = runs.create(tmp_path_factory.mktemp("runs") / "run", recipe)
     list(conduct(run, device=torch.device("cpu")))
     return run.folder
@@ -39,7 +38,7 @@ def test_the_file_holds_the_network_and_the_numbers_are_those_of_the_run(
     trained: Path, tmp_path: Path, epoch: int | None
 ) -> None:
     file = tmp_path / "new" / "net.safetensors"
-    (told,) = objects(call("export", trained, "--to", file, *(() if epoch is None else ("--epoch", epoch))))
+    (told,) = objects(call("export", trained, "--to", file, *(() if epoch is None else ("--epoch", epoch)), "--json"))
     expected, loaded = saved(trained, epoch or 2), load_sparse(file)
     assert list(loaded) == list(expected)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
@@ -64,15 +63,15 @@ def test_the_file_holds_the_network_and_the_numbers_are_those_of_the_run(
 def test_negative_zeros_of_masked_methods_take_no_space(trained: Path, tmp_path: Path) -> None:
     weights = [tensor for tensor in saved(trained, 2).values() if tensor.dim() > 1]
     assert any(torch.signbit(w[w == 0]).any() for w in weights)
-    (told,) = objects(call("export", trained, "--to", tmp_path / "net"))
+    (told,) = objects(call("export", trained, "--to", tmp_path / "net", "--json"))
     kept = sum(int((w != 0).sum()) for w in weights)
     vectors = told["dense_bytes"] - sum(w.nbytes for w in weights)
     assert told["file_bytes"] < 5.5 * kept + vectors + 4096  # four bytes a value and one for its place, and the header
 
 
 def test_rounding_is_offered_and_told(trained: Path, tmp_path: Path) -> None:
-    (exact,) = objects(call("export", trained, "--to", tmp_path / "exact"))
-    (half,) = objects(call("export", trained, "--to", tmp_path / "half", "--dtype", "float16"))
+    (exact,) = objects(call("export", trained, "--to", tmp_path / "exact", "--json"))
+    (half,) = objects(call("export", trained, "--to", tmp_path / "half", "--dtype", "float16", "--json"))
     assert half["dtype"] == "float16"
     assert half["file_bytes"] < exact["file_bytes"]
     for name, tensor in saved(trained, 2).items():
@@ -93,8 +92,6 @@ def test_a_file_that_exists_is_replaced_only_by_force(trained: Path, tmp_path: P
 
 
 def test_at_a_terminal_it_shows_a_table(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (verb, console):
-        monkeypatch.setattr(module, "is_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "100")
     shown = call("export", trained, "--to", tmp_path / "net", "--dtype", "bfloat16").stdout
     accuracy = runs.load(trained).records()[-1].test_accuracy

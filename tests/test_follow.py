@@ -61,7 +61,7 @@ def early(num_classes):
     signal.raise_signal(signal.SIGINT)
 """
 # 1438 examples in batches of 256: 6 steps per epoch.
-SHORT = ("train", "digits", "--batch-size", 256, "--epochs", 4, "--out", "run")
+SHORT = ("train", "digits", "--batch-size", 256, "--epochs", 4, "--out", "run", "--json")
 
 
 def state(folder: Path, epoch: int) -> dict[str, torch.Tensor]:
@@ -104,7 +104,7 @@ def test_the_second_ctrl_c_stops_at_once() -> None:
 def test_ctrl_c_in_the_last_epoch_changes_nothing() -> None:
     result = call(*SHORT, "--model", "follow_networks:late")
     assert result.exit_code == 0
-    assert "epoch 4 of 4" in result.stderr
+    assert [json.loads(line)["epoch"] for line in result.stdout.splitlines()] == [1, 2, 3, 4]
     assert "resume" not in result.stderr
 
 
@@ -139,7 +139,7 @@ def test_the_end_of_the_time_finishes_the_epoch_and_saves() -> None:
         "    dirprune resume run --trust",
     ]
     assert call("resume", "run", "--minutes", 1e-9).stderr.splitlines()[0].startswith("Stopped; saved up to epoch 2")
-    assert "epoch 4 of 4" in call("resume", "run", "--minutes", 9).stderr
+    assert "epoch 4 of 4" in call("resume", "run", "--minutes", 9).stdout
 
 
 def test_no_time_at_all_is_refused_before_anything_is_made() -> None:
@@ -150,7 +150,7 @@ def test_no_time_at_all_is_refused_before_anything_is_made() -> None:
 
 
 def test_a_folder_with_a_space_is_named_so_that_the_shell_reads_it() -> None:
-    result = call(*SHORT[:-1], "my run", "--model", "follow_networks:once")
+    result = call(*SHORT, "--out", "my run", "--model", "follow_networks:once")
     assert result.stderr.splitlines()[-1] == "    dirprune resume 'my run' --trust"
 
 
@@ -178,7 +178,7 @@ def test_how_to_go_on_depends_on_the_processes_there_were(
 ) -> None:
     run = runs.create(Path("run"), recipes.get("digits"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_node))
-    assert not follow._conclude(run, quiet=False, is_new=False, process=Process(0, processes))
+    assert not follow._conclude(run, output=None, is_new=False, process=Process(0, processes))
     first, second = capsys.readouterr().err.splitlines()
     assert [first.removeprefix("Stopped; saved up to epoch 0 of 60. "), second] == advice
 
@@ -231,7 +231,7 @@ def test_event_files_that_find_no_room_are_named(monkeypatch: pytest.MonkeyPatch
 def test_the_bar_counts_whole_epochs_and_shows_accuracy_and_sparsity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat the stream as a terminal
     monkeypatch.setenv("COLUMNS", "80")
-    result = call("train", "digits", "--batch-size", 48, "--epochs", 3, "--model", "follow_networks:quiet")
+    result = call("train", "digits", "--batch-size", 48, "--epochs", 3, "--model", "follow_networks:quiet", "--json")
     bar = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", result.stderr)
     last = json.loads(result.stdout.splitlines()[-1])
     assert "digits ━" in bar
@@ -246,7 +246,7 @@ def test_the_bar_counts_whole_epochs_and_shows_accuracy_and_sparsity(monkeypatch
 
 @pytest.mark.parametrize("asking", [signal.SIGINT, signal.SIGTERM])  # Ctrl-C, and a scheduler's warning
 def test_a_real_signal_and_going_on_equal_an_uninterrupted_run(asking: signal.Signals) -> None:
-    words = ["train", "digits", "--epochs", "6", "--seed", "5"]
+    words = ["train", "digits", "--epochs", "6", "--seed", "5", "--json"]
     command = [sys.executable, "-m", "dirprune", *words, "--out", "stopped"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
@@ -261,7 +261,7 @@ def test_a_real_signal_and_going_on_equal_an_uninterrupted_run(asking: signal.Si
     assert printed[-1] < 6
     assert checkpoint.epochs(Path("stopped/checkpoints"))[-1] == printed[-1]
 
-    resumed = call("resume", "stopped")
+    resumed = call("resume", "stopped", "--json")
     assert [json.loads(line)["epoch"] for line in resumed.stdout.splitlines()] == list(range(printed[-1] + 1, 7))
     assert call(*words, "--out", "whole").exit_code == 0
     expected = state(Path("whole"), 6)
@@ -272,7 +272,7 @@ def test_a_real_signal_and_going_on_equal_an_uninterrupted_run(asking: signal.Si
 
 def test_sigterm_twice_to_a_whole_pipeline_still_saves_the_epoch() -> None:
     """Schedulers and `timeout` send it to every process of the group, and again to the one that they started."""
-    command = f"exec {sys.executable} -m dirprune train digits --epochs 40 --out stopped 2> >(cat > /dev/null)"
+    command = f"exec {sys.executable} -m dirprune train digits --epochs 40 --json --out stopped 2> >(cat > /dev/null)"
     with subprocess.Popen(
         ["bash", "-c", command], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True
     ) as process:
@@ -299,7 +299,7 @@ def test_two_processes_equal_one_and_speak_with_one_voice() -> None:
     assert "    torchrun --nproc-per-node 2 -m dirprune resume pair --trust" in pair.stderr.splitlines()
     assert call("resume", "alone").exit_code == 0
     pair = subprocess.run(
-        [*torchrun, "dirprune", "resume", "pair", "--trust"],
+        [*torchrun, "dirprune", "resume", "pair", "--trust", "--json"],
         capture_output=True,
         text=True,
         env=environment,
@@ -307,7 +307,6 @@ def test_two_processes_equal_one_and_speak_with_one_voice() -> None:
     )
     records = [json.loads(line) for line in pair.stdout.splitlines()]
     assert [record["epoch"] for record in records] == [2]
-    assert pair.stderr.count("dirprune report pair") == 1
     expected = state(Path("alone"), 2)
     for name, value in state(Path("pair"), 2).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)

@@ -22,7 +22,7 @@ from test_train import Breaking
 from torch import nn
 
 from dirprune.lab import published
-from dirprune.lab.cli import console
+from dirprune.lab.cli.output import Output
 from dirprune.lab.published import Estimate, PublishedCell, Setting
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.files import LOCK
@@ -430,13 +430,12 @@ def test_the_tables_fit_a_terminal_whatever_the_numbers(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setattr(console, "is_terminal", lambda: True)
     cells = [
         replace(cell, ours=(cell.published.paper.mean - 99.9 * cell.published.paper.std - 2.6e-5,))
         for cell in reproduce.compare(Path("nowhere"))
     ]
     for title, rows in reproduce.tables(cells).items():
-        console.show(title, reproduce.COLUMNS, rows, spare=reproduce.SPARE)
+        Output().table(title, reproduce.COLUMNS, rows, spare=reproduce.SPARE)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     assert sum("−99.9σ" in line for line in lines) > 100

@@ -243,11 +243,10 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_command_for_machines_trains_what_was_chosen(tuned: list[str]) -> None:
-    result = call(*tuned)
+    result = call(*tuned, "--json")
     *trials, chosen = [json.loads(line) for line in result.stdout.splitlines()]
     assert [found["optimizer"] for found in trials] == ["sgd", "grda", "grda"]
     assert (chosen["c"], chosen["mu"]) == (2e-4, 0.6)
-    assert result.stderr.endswith(f"Train with:\n    {chosen['command']}\n")  # and nothing after it
     program, *words = shlex.split(chosen["command"])
     assert program == "dirprune"
     assert call(*words, "--epochs", 1, "--out", "run").exit_code == 0
@@ -262,16 +261,14 @@ def test_the_command_for_machines_trains_what_was_chosen(tuned: list[str]) -> No
 
 
 def test_the_command_at_a_terminal_shows_every_trial(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("app", "console"):
-        monkeypatch.setattr(f"dirprune.lab.cli.{module}.is_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     result = call(*tuned)
     lines = result.stdout.splitlines()
     assert lines[0].strip() == "Trials of 1 epoch, on held-out data"
     rows = [[word.strip() for word in line.split("│")] for line in lines if "│" in line]
     assert [row[:3] for row in rows] == [["SGD", "", ""], ["gRDA", "0.0001", "0.6"], ["gRDA", "0.0002", "0.6"]]
-    assert "Chosen: c=0.0002, mu=0.6" in result.stderr
-    assert "\n    dirprune train digits-short --c 0.0002 --mu 0.6" in result.stderr
+    assert "Chosen: c=0.0002, mu=0.6" in result.stdout
+    assert lines[-1].startswith("    dirprune train digits-short --c 0.0002 --mu 0.6")
 
 
 def test_a_slip_in_a_users_network_is_told_in_one_line(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,8 +284,6 @@ def test_a_slip_in_a_users_network_is_told_in_one_line(tuned: list[str], monkeyp
 
 
 def test_ctrl_c_shows_the_trials_that_are_done(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("app", "console"):
-        monkeypatch.setattr(f"dirprune.lab.cli.{module}.is_terminal", lambda: True)
     whole = tune.tune
 
     def interrupted(*arguments: Any, **options: Any) -> Iterator[tune.Trial]:
@@ -313,7 +308,7 @@ def test_an_interrupted_search_goes_on_where_it_stopped(tuned: list[str], monkey
         return train_(recipe, *others)
 
     monkeypatch.setattr(tune, "_last", once)
-    words = [*tuned, "--precision", "bfloat16", "--out", "search"]
+    words = [*tuned, "--json", "--precision", "bfloat16", "--out", "search"]
     stopped = call(*words)
     assert stopped.exit_code == 130
     assert "trials.csv" not in stopped.stderr  # there are none

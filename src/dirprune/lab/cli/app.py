@@ -25,13 +25,11 @@ from dirprune.lab.cli.console import (
     StepPrecisionOption,
     TrustOption,
     clear_errors,
-    emit,
     integers,
-    is_terminal,
     say,
     say_once,
-    show,
 )
+from dirprune.lab.cli.output import JsonOption, Output
 from dirprune.lab.studies.comparison import verb as comparison
 from dirprune.lab.studies.connectivity import verb as connectivity
 from dirprune.lab.studies.deployment import verb as deployment
@@ -98,6 +96,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the two runs and the figure.")] = Path("runs/demo"),
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of each run.", show_default="60")] = None,
     seed: SeedOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a small network on digits with SGD and with gRDA, and compare: no data, no GPU, under a minute."""
     with clear_errors():
@@ -112,26 +111,25 @@ def demo(
         for optimizer, name in (("sgd", "SGD"), ("grda", "gRDA")):
             run = runs.create(folder / optimizer, recipe.but(optimizer=optimizer))
             try:
-                follow(run, device="cpu", title=name, quiet=True)
+                follow(run, device="cpu", title=name)
             except typer.Exit:
                 say("This resumes only the interrupted run; run `dirprune demo` again to repeat both.")
                 raise
+        output = Output(as_json)
         found = report([folder / "sgd", folder / "grda"])
         labels = dict(zip(("SGD", "gRDA"), (group.records for group in found.groups), strict=True))
         figure = plots.save(plots.accuracy_and_sparsity(labels), folder / "demo.png")
-        if not is_terminal():
-            emit({**found.to_dict(), "figure": str(figure)})
-            return
+        output.record({**found.to_dict(), "figure": str(figure)})
         columns = {"test accuracy (%)": "test accuracy (%)", "sparsity (%)": "sparsity (%)", "time": "total"}
         cells = found.cells
         rows = [(name, *(row[c] for c in columns.values())) for name, row in zip(labels, cells, strict=True)]
-        show("The same network, weights and minibatches", ("", *columns), rows)
-        say("One run each, 359 test images: a difference of less than a point may be chance.")
-        print(f"\nWhat gRDA left of each layer:\n\n{layerwise(runs.load(folder / 'grda'))[1]}")
-        print(f"\nFigure (accuracy and sparsity over training): {figure}")
-        print("In your own script:")
+        output.table("The same network, weights and minibatches", ("", *columns), rows)
+        output.tell("One run each, 359 test images: a difference of less than a point may be chance.")
+        output.tell(f"\nWhat gRDA left of each layer:\n\n{layerwise(runs.load(folder / 'grda'))[1]}")
+        output.tell(f"\nFigure (accuracy and sparsity over training): {figure}")
+        output.tell("In your own script:")
         numbers = ", ".join(f"{name}={recipe.values()[name]:g}" for name in ("lr", "c", "mu"))
-        print(f"    optimizer = dirprune.GRDA(model.parameters(), {numbers})")
+        output.tell(f"    optimizer = dirprune.GRDA(model.parameters(), {numbers})")
 
 
 @app.command()
@@ -161,6 +159,7 @@ def train(
     save_every: SaveOption = None,
     minutes: MinutesOption = None,
     tensorboard: BoardOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a recipe. Options you leave out keep the recipe's values.
 
@@ -202,6 +201,7 @@ def train(
             save_every=save_every,
             tensorboard=tensorboard,
             minutes=minutes,
+            output=Output(as_json),
         )
 
 
@@ -214,6 +214,7 @@ def resume(
     save_every: SaveOption = None,
     minutes: MinutesOption = None,
     tensorboard: BoardOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Continue a run from its last good checkpoint."""
     with clear_errors():
@@ -222,7 +223,15 @@ def resume(
 
         found = runs.load(run, trusted=trust)
         root = data or found.last_root()
-        follow(found, device=device, root=root, save_every=save_every, tensorboard=tensorboard, minutes=minutes)
+        follow(
+            found,
+            device=device,
+            root=root,
+            save_every=save_every,
+            tensorboard=tensorboard,
+            minutes=minutes,
+            output=Output(as_json),
+        )
 
 
 @app.command()
@@ -233,29 +242,26 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the figures.", show_default="RUN/figures; report/ for several runs")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show runs side by side: table, curves, layerwise sparsity."""
     with clear_errors():
         from dirprune.lab.studies.report import report as reports
 
-        found, paths = reports.report(run), []
-        if is_terminal():  # show the table first: drawing the figures may fail
-            cells = found.cells
-            show("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2, spare=reports.SPARE)
-            for note in found.notes:
-                say(note)
+        output, found, paths = Output(as_json), reports.report(run), []
+        cells = found.cells  # shown first: drawing the figures may fail
+        output.table("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2, spare=reports.SPARE)
+        for note in found.notes:
+            output.tell(note)
         try:
             paths = reports.draw(found, out or (None if len(run) == 1 else Path("report")))
         finally:
-            if not is_terminal():
-                emit({**found.to_dict(), "figures": [str(path) for path in paths]})
-        if not is_terminal():
-            return
+            output.record({**found.to_dict(), "figures": [str(path) for path in paths]})
         if len(run) == 1 and (networks := found.layers):
             ((label, (zeros,)),) = networks[next(iter(networks))].items()
-            print(f"\nLayer by layer, {label}:\n\n{zeros}\n")
+            output.tell(f"\nLayer by layer, {label}:\n\n{zeros}\n")
         for path in paths:
-            print(f"figure: {path}")
+            output.tell(f"figure: {path}")
 
 
 @app.command()
@@ -277,6 +283,7 @@ def tune(
     ] = None,
     data: DataOption = None,
     device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Choose c and μ by the paper's rule: the largest c that keeps SGD's accuracy, on held-out training data."""
     with clear_errors():
@@ -293,16 +300,15 @@ def tune(
         length = "1 epoch" if epochs == 1 else f"{epochs} epochs"
         mus, where = mu or tuning.MUS, device_of(device)
         search = tuning.tune(chosen, epochs=epochs, tolerance=tolerance, mus=mus, device=where, root=data, out=out)
-        finished = False
+        output, finished = Output(as_json), False
         with bar("trials", total=None) as advance, suppress(KeyboardInterrupt):
             for trial in search:
                 trials.append(trial)
                 advance(1, note=" ".join(filter(None, trial.cells())))
-                if not is_terminal():
-                    emit(trial.to_dict())
+                output.record(trial.to_dict())
             finished = True
-        if is_terminal() and trials:
-            show(f"Trials of {length}, on held-out data", tuning.COLUMNS, [trial.cells() for trial in trials])
+        if trials:
+            output.table(f"Trials of {length}, on held-out data", tuning.COLUMNS, [trial.cells() for trial in trials])
         best = tuning.choose(trials)
         if not finished:
             so_far = f" Best so far: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero)." if best else ""
@@ -316,10 +322,9 @@ def tune(
         options = {"c": best.c, "mu": best.mu, **given, "data": data}
         words = [(f"--{k.replace('_', '-')}", str(value)) for k, value in options.items() if value is not None]
         command = shlex.join(["dirprune", "train", recipe, *chain.from_iterable(words)])
-        say(f"Chosen: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero after {length}). Train with:")
-        say(f"    {command}")
-        if not is_terminal():
-            emit({"c": best.c, "mu": best.mu, "command": command})
+        output.tell(f"Chosen: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero after {length}). Train with:")
+        output.tell(f"    {command}")
+        output.record({"c": best.c, "mu": best.mu, "command": command})
 
 
 @app.command()
@@ -328,6 +333,7 @@ def data(
     to: Annotated[
         Path | None, typer.Option(help="Folder to put it in.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Download a data set, check it and unpack it."""
     with clear_errors():
@@ -337,9 +343,11 @@ def data(
         folder = data_root(to)
         fetched = fetch(name.value, folder)
         how = {"present": "already present and verified", "archive": "unpacked from the archive that was already there"}
-        say(f"{fetched.folder}: {how.get(fetched.source, 'downloaded and verified')}. Use it with --data {folder}")
-        if not is_terminal():
-            emit({"folder": str(fetched.folder), "source": fetched.source})
+        output = Output(as_json)
+        output.tell(
+            f"{fetched.folder}: {how.get(fetched.source, 'downloaded and verified')}. Use it with --data {folder}"
+        )
+        output.record({"folder": str(fetched.folder), "source": fetched.source})
 
 
 @app.command()
@@ -347,22 +355,24 @@ def recipes(
     name: Annotated[
         str | None, typer.Argument(help="Show every value of this recipe.", show_default="list all")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """List the recipes, or show every value of one."""
     with clear_errors():
         from dirprune.lab.training import recipes as known
 
         found = [known.get(each) for each in ([name] if name else known.names())]
-        if not is_terminal():
-            for recipe in found:
-                emit(recipe.to_dict())
-            return
+        output = Output(as_json)
+        for recipe in found:
+            output.record(recipe.to_dict())
         if name:
             values = found[0].values()
-            show(f"dirprune train {name}", ("field", "value"), [(key, _text(values[key])) for key in values], left=2)
+            output.table(
+                f"dirprune train {name}", ("field", "value"), [(key, _text(values[key])) for key in values], left=2
+            )
             return
         rows = [(r.name, r.about + _published(r.published), str(r.epochs), r.setting) for r in found]
-        show("dirprune train RECIPE", ("recipe", "what", "epochs", "setting"), rows, left=2, spare=("setting",))
+        output.table("dirprune train RECIPE", ("recipe", "what", "epochs", "setting"), rows, left=2, spare=("setting",))
 
 
 @app.command()
@@ -373,6 +383,7 @@ def bench(
     lean: LeanOption = None,
     out: Annotated[Path | None, typer.Option(help="Also write the numbers to this CSV file.")] = None,
     device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Time a training step with SGD and with gRDA, next to the arithmetic floor and the paper's figures."""
     with clear_errors():
@@ -385,25 +396,22 @@ def bench(
         costs: list[benchmark.Cost] = []
         if out:
             benchmark.write([], out, where)  # fail before measuring if the file cannot be read or written
-        finished = False
+        output, finished = Output(as_json), False
         with bar("benchmarks", total=2 * len(names)) as advance, suppress(KeyboardInterrupt):
             for name in names:
                 for cost in benchmark.bench(name, device=where, lean=lean):
                     costs.append(cost)
                     advance(1, note=f"{cost.model} {cost.optimizer}: {cost.ms:.2f} ms")
-                    if not is_terminal():
-                        emit({**cost.to_dict(), "ratio_to_sgd": benchmark.ratio_to_sgd(cost, costs)})
+                    output.record({**cost.to_dict(), "ratio_to_sgd": benchmark.ratio_to_sgd(cost, costs)})
                 if out:  # after each network, so that an interruption loses at most one
                     benchmark.write(costs, out, where)
             finished = True
-        if is_terminal() and costs:
-            show("A training step", benchmark.COLUMNS, benchmark.table(costs), left=2, spare=benchmark.SPARE)
+        if costs:
+            output.table("A training step", benchmark.COLUMNS, benchmark.table(costs), left=2, spare=benchmark.SPARE)
         if bars := benchmark.bars(costs):
-            if is_terminal():
-                show("\nOur targets", benchmark.BAR_COLUMNS, [each.cells() for each in bars], left=2)
-            else:
-                for each in bars:
-                    emit({**asdict(each), "met": each.met})
+            output.table("\nOur targets", benchmark.BAR_COLUMNS, [each.cells() for each in bars], left=2)
+            for each in bars:
+                output.record({**asdict(each), "met": each.met})
         if not finished:
             say(f"Stopped; {len(costs)} of {2 * len(names)} measurements are complete.")
             raise typer.Exit(INTERRUPTED)

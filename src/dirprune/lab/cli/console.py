@@ -10,17 +10,14 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -31,19 +28,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
-
-from dirprune.lab.records.files import to_json
-from dirprune.lab.text import NOTHING
 
 INTERRUPTED = 130
 QUIET = 10.0  # seconds between progress lines where no bar can be drawn
-_WORDS = 20  # minimum width of a text column, as long as another column can be narrowed instead
-
-
-def is_terminal() -> bool:
-    return sys.stdout.isatty()
 
 
 def say(message: str) -> None:
@@ -70,16 +59,6 @@ def wrapped(text: str) -> str:
 def _fill(line: str, width: int) -> str:
     hanging = 2 * (len(line) - len(line.lstrip())) * " "
     return textwrap.fill(line, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
-
-
-def emit(values: Mapping[str, Any]) -> None:
-    """Print a result to stdout as one line of JSON."""
-    try:
-        print(to_json(values), flush=True)
-    except OSError as error:  # the work continues even if nobody reads its results
-        if not isinstance(error, BrokenPipeError):  # a closed pipe needs no message
-            say(f"dirprune: cannot write to stdout ({error.strerror}); continuing without it")
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 @contextmanager
@@ -136,101 +115,6 @@ def _message(error: Exception) -> str:
         remedy = _REMEDIES.get(known, "") if error.strerror.startswith(os.strerror(error.errno or 0)) else ""
         return f"{error.strerror}: {error.filename}{remedy}" if error.filename else error.strerror
     return str(error)
-
-
-def show(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    left: int = 1,
-    spare: Sequence[str] = (),
-) -> None:
-    """Print a table without its empty columns. If it is too wide for the terminal, use the first shape that fits.
-
-    Args:
-        title: printed above the table.
-        columns: the headers.
-        rows: the cells; `NOTHING` stands for no value.
-        left: number of leading columns that hold text; the others hold numbers.
-        spare: columns that may be dropped if the terminal is too narrow, in the order of dropping.
-    """
-    console = Console(width=None if is_terminal() else 200)
-    lines = zip(columns, *rows, strict=True)
-    every = [_Column(header, cells, number < left) for number, (header, *cells) in enumerate(lines)]
-    told = [column for number, column in enumerate(every) if number == 0 or set(column.cells) != {NOTHING}]
-    width = partial(_least_width, console)
-    table = min(_shapes(title, told, spare), key=lambda shape: max(width(shape), console.width))
-    console.width = max(console.width, width(table))  # lines that wrap are better than numbers that are cut
-    console.print(table)
-
-
-@dataclass(frozen=True)
-class _Column:
-    header: str
-    cells: Sequence[str]
-    words: bool
-
-    @property
-    def longest(self) -> int:
-        return max((len(line) for cell in self.cells for line in cell.split("\n")), default=0)
-
-    @property
-    def same(self) -> bool:
-        """Whether there are several rows and all have the same value."""
-        return len(self.cells) > 1 and len(set(self.cells)) == 1
-
-
-def _shapes(title: str, columns: Sequence[_Column], spare: Sequence[str]) -> Iterator[Table]:
-    """Yield the table in all its shapes, the best first.
-
-    The shapes are: complete; with wrapped headers; transposed; without the columns that are the same in all rows,
-    which move to a caption; and without more and more of the ``spare`` columns.
-    """
-    first, *others = zip(*((column.header, *column.cells) for column in columns), strict=True)
-    turned = [_Column(line[0], line[1:], words=False) for line in others]
-    same = [column for column in columns if column.same]
-    yield _table(title, columns)
-    for words in (_WORDS, 0):
-        yield _table(title, columns, words)
-        yield _table(title, [_Column(first[0], first[1:], words=True), *turned], words)
-        for count in range(len(spare) + 1):
-            gone = [column for column in columns if column.header in spare[:count] and not column.same]
-            kept = [column for column in columns if column not in same + gone] or columns[:1]
-            yield _table(title, kept, words, _caption(same, gone))
-
-
-def _caption(same: Sequence[_Column], gone: Sequence[_Column]) -> str:
-    sentences = {
-        "The same in all rows": [f"{column.header} {column.cells[0]}" for column in same],
-        "In the piped output only": [column.header for column in gone],
-    }
-    return " ".join(f"{what}: {', '.join(items)}." for what, items in sentences.items() if items)
-
-
-def _table(title: str, columns: Sequence[_Column], words: int | None = None, caption: str = "") -> Table:
-    """Return a table. If ``words`` is given, headers and text columns wider than that may wrap, but not numbers.
-
-    The first column never wraps, because it identifies the rows.
-    """
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", show_edge=False)
-    table.caption, table.caption_justify, table.caption_style = caption or None, "left", "none"
-    for number, column in enumerate(columns):
-        header = column.header
-        whole = max(column.longest, *map(len, [header] if words is None else header.split()), 0)
-        if column.words:
-            named = number == 0
-            least = whole if words is None or named else min(whole, words)
-            table.add_column(header, min_width=least, overflow="fold", no_wrap=named)
-        else:
-            table.add_column(header, width=whole, justify="right")
-    for cells in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*cells)
-    return table
-
-
-def _least_width(console: Console, table: Table) -> int:
-    return Measurement.get(console, console.options.update(max_width=10_000), table).minimum
 
 
 DataOption = Annotated[

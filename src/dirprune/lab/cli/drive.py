@@ -8,7 +8,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from dirprune.lab.cli.console import INTERRUPTED, Interruption, bar, emit, is_terminal, say
+from dirprune.lab.cli.console import INTERRUPTED, Interruption, bar, say
+from dirprune.lab.cli.output import Output
 
 CONTINUE = "Stopped; run the same command to continue."
 
@@ -17,7 +18,7 @@ OutOption = Annotated[
 ]
 
 
-def drive(verb: str, steps: Any, interruption: Interruption, *, after: str = "product") -> list[Any]:
+def drive(verb: str, steps: Any, interruption: Interruption, output: Output, *, after: str = "product") -> list[Any]:
     """Run a generator of progress and rows with a progress bar, and return the rows.
 
     Closing the generator saves its progress. It can be interrupted after each step, which messages call ``after``.
@@ -33,8 +34,7 @@ def drive(verb: str, steps: Any, interruption: Interruption, *, after: str = "pr
             if not isinstance(step, Progress):
                 rows.append(step)
                 advance(0, note=f"{len(rows)} measured")
-                if not is_terminal():
-                    emit(asdict(step))
+                output.record(asdict(step))
             else:
                 if step.what != what:
                     what, done = step.what, 0

@@ -14,7 +14,8 @@ import torch
 import typer
 
 from dirprune._support.atomic import named
-from dirprune.lab.cli.console import INTERRUPTED, Interruption, bar, emit, is_terminal, say
+from dirprune.lab.cli.console import INTERRUPTED, Interruption, bar, say
+from dirprune.lab.cli.output import Output
 from dirprune.lab.data.loader import Batch, Loader
 from dirprune.lab.training.experiment import conduct
 from dirprune.lab.training.loop import EpochRecord
@@ -34,7 +35,7 @@ def follow(
     tensorboard: bool = False,
     minutes: float | None = None,
     title: str = "",
-    quiet: bool = False,
+    output: Output | None = None,
 ) -> None:
     """Train a run with a progress bar, until it ends, Ctrl-C is pressed or the time is up.
 
@@ -46,15 +47,15 @@ def follow(
         tensorboard: also write event files into the run.
         minutes: save and stop after this many minutes.
         title: the title of the bar; the recipe's name if empty.
-        quiet: show nothing but the bar.
+        output: where the results go; without it, nothing but the bar is shown.
     """
     interruption = Interruption(minutes)
     with joined(device_of(device)) as (process, where):
         first, is_new = process.is_first, not isinstance(run, Run)
         found = _shared(run, process)
         try:
-            _train(found, process, where, root, save_every, tensorboard and first, interruption, title, quiet)
-            stopped = first and not _conclude(found, quiet, is_new, process)
+            _train(found, process, where, root, save_every, tensorboard and first, interruption, title, output)
+            stopped = first and not _conclude(found, output, is_new, process)
             if stopped and (interruption.asked or not interruption.late):  # or another process got the signal
                 raise typer.Exit(INTERRUPTED)
         finally:
@@ -71,7 +72,7 @@ def _train(
     tensorboard: bool,
     interruption: Interruption,
     title: str,
-    quiet: bool,
+    output: Output | None,
 ) -> None:
     first = process.is_first
     with interruption.listening(quietly=not first), _bar(run, title, first) as advance, _board(run, tensorboard) as log:
@@ -88,8 +89,8 @@ def _train(
             for record in records:
                 advance(0, note=f"accuracy {record.test_accuracy:.2f}%, {record.sparsity:.1%} zero")
                 log(record)
-                if first and not quiet and not is_terminal():
-                    emit(record.to_dict())
+                if first and output:
+                    output.record(record.to_dict())
 
 
 class SeriesStep(Protocol):
@@ -255,7 +256,7 @@ def _launcher(process: Process) -> tuple[str, str]:
     return "Continue with", f"torchrun --nproc-per-node {here} -m dirprune"
 
 
-def _conclude(run: Run, quiet: bool, is_new: bool, process: Process) -> bool:
+def _conclude(run: Run, output: Output | None, is_new: bool, process: Process) -> bool:
     """Print the state of the run and what to do next; return whether it has ended."""
     if is_new and not run.begun:
         say("Stopped before the end of the first epoch; nothing is kept.")
@@ -266,7 +267,7 @@ def _conclude(run: Run, quiet: bool, is_new: bool, process: Process) -> bool:
         trust = " --trust" if ":" in run.recipe.model else ""
         say(f"    {program} resume {shlex.quote(str(run.folder))}{trust}")
         return False
-    if quiet:
+    if output is None:
         return True
     records = run.records()
     if not records:
@@ -274,11 +275,11 @@ def _conclude(run: Run, quiet: bool, is_new: bool, process: Process) -> bool:
         return True
     last = records[-1]
     what = "validation" if run.recipe.task.validation else "test"
-    say(
+    output.tell(
         f"{run.folder}: epoch {last.epoch} of {run.recipe.epochs}, {what} accuracy {last.test_accuracy:.2f}%, "
         f"{last.sparsity:.2%} of all parameters are zero. See it with:"
     )
-    say(f"    dirprune report {shlex.quote(str(run.folder))}")
+    output.tell(f"    dirprune report {shlex.quote(str(run.folder))}")
     if run.recipe.optimizer.decides:
         for line in _remarks_on_zeros(run, last):
             say(line)

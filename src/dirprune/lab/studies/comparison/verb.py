@@ -17,11 +17,9 @@ from dirprune.lab.cli.console import (
     ModelOption,
     StepPrecisionOption,
     clear_errors,
-    emit,
-    is_terminal,
     say,
-    show,
 )
+from dirprune.lab.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
     from dirprune.lab.training.recipe import Recipe
@@ -64,11 +62,13 @@ def compare(
     ] = Path("comparison"),
     data: DataOption = None,
     device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Train pruning methods under one recipe and one budget, and rank them at equal sparsity."""
     with clear_errors():
+        output = Output(as_json)
         if published is not None:
-            _draw_published(published, out)
+            _draw_published(published, out, output)
             return
         asked = _fractions("--sparsity", sparsity)
         interruption = Interruption(minutes)
@@ -81,8 +81,8 @@ def compare(
             changes = {"epochs": epochs, "lr": lr, "model": model, "precision": precision and precision.value}
             given = trials.read_sweeps(sweep or [])
             plan = _plan(recipe, changes, data, methods=names, sparsities=asked, seeds=seeds)
-            _train(plan, given, asked, out, device, data, interruption)
-        _conclude(out, asked)
+            _train(plan, given, asked, out, device, data, interruption, output)
+        _conclude(out, asked, output)
 
 
 Sweeps = dict[str, list[float]]
@@ -110,6 +110,7 @@ def _train(
     device: str,
     root: Path | None,
     interruption: Interruption,
+    output: Output,
 ) -> None:
     """Train the runs with a progress display, until they end, Ctrl-C is pressed or the time is up.
 
@@ -123,9 +124,9 @@ def _train(
     told: set[str] = set()
 
     def ended(step: Progress) -> None:
-        if step.row is not None and step.row.run not in told and not is_terminal():
+        if step.row is not None and step.row.run not in told:
             told.add(step.row.run)
-            emit(asdict(step.row))
+            output.record(asdict(step.row))
 
     sweeps = given
     while True:
@@ -149,7 +150,7 @@ def _latest(sweeps: Sweeps) -> str:
     return ", ".join(setting(contestant(name).knob, values[-1]) for name, values in sweeps.items())
 
 
-def _conclude(out: Path, sparsities: Sequence[float]) -> None:
+def _conclude(out: Path, sparsities: Sequence[float], output: Output) -> None:
     """Show the ranking of the runs that have ended so far, and write tables and figures."""
     from dirprune.lab.studies.comparison import tables as comparison
 
@@ -160,21 +161,19 @@ def _conclude(out: Path, sparsities: Sequence[float]) -> None:
         say(f"No run in {out / 'runs'} has ended yet.")
         return
     rows = comparison.ranking(found, sparsities)
-    if is_terminal():
-        for sparsity in sparsities:
-            cells = [row.cells() for row in rows if row.asked_sparsity in (0.0, sparsity)]
-            title = f"\nAt {100 * sparsity:g}% of the weights zero"
-            show(title, comparison.COLUMNS, cells, left=3, spare=comparison.SPARE)
-    else:
-        for row in rows:
-            emit(asdict(row))
+    for row in rows:
+        output.record(asdict(row))
+    for sparsity in sparsities:
+        cells = [row.cells() for row in rows if row.asked_sparsity in (0.0, sparsity)]
+        title = f"\nAt {100 * sparsity:g}% of the weights zero"
+        output.table(title, comparison.COLUMNS, cells, left=3, spare=comparison.SPARE)
     for line in comparison.notes(found):
-        say(line)
+        output.tell(line)
     for path in comparison.write(found, out, sparsities):
-        say(f"written: {path}")
+        output.tell(f"written: {path}")
 
 
-def _draw_published(name: str, out: Path) -> None:
+def _draw_published(name: str, out: Path, output: Output) -> None:
     from dirprune.lab import plots
     from dirprune.lab.studies.comparison import figures as comparison_plots
     from dirprune.lab.studies.comparison import published as comparison
@@ -187,7 +186,7 @@ def _draw_published(name: str, out: Path) -> None:
         "layers.png": comparison_plots.layerwise(comparison.layerwise(), title=title),
     }
     for name, figure in figures.items():
-        say(f"written: {plots.save(figure, out / name)}")
+        output.tell(f"written: {plots.save(figure, out / name)}")
 
 
 def _fractions(option: str, text: str) -> list[float]:

@@ -14,12 +14,9 @@ from dirprune.lab.cli.console import (
     RunDataOption,
     TrustOption,
     clear_errors,
-    emit,
-    is_terminal,
-    say,
-    show,
 )
 from dirprune.lab.cli.drive import CONTINUE, OutOption, drive
+from dirprune.lab.cli.output import JsonOption, Output
 
 app = typer.Typer()
 
@@ -48,6 +45,7 @@ def connect(
     minutes: MinutesOption = None,
     data: RunDataOption = None,
     device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Join two networks by a curve of low loss; profile it, and draw the plane it lies in."""
     with clear_errors(CONTINUE):
@@ -76,11 +74,10 @@ def connect(
         root = data or first.last_root()
         where = device_of(device)
         job = connecting(run_a, run_b, out, options, epoch_a=epoch_a, epoch_b=epoch_b, device=where, root=root)
-        drive("connect", job, Interruption(minutes), after="epoch or point")
-        if is_terminal():
-            show(*table(out))
-            for note in notes(out):
-                say(note)
-        else:
-            emit(json.loads((out / "summary.json").read_text()))
-        say(f"Numbers, {'weights of the bend ' if fit else ''}and figures: {out}")
+        output = Output(as_json)
+        drive("connect", job, Interruption(minutes), output, after="epoch or point")
+        output.record(json.loads((out / "summary.json").read_text()))
+        output.table(*table(out))
+        for note in notes(out):
+            output.tell(note)
+        output.tell(f"Numbers, {'weights of the bend ' if fit else ''}and figures: {out}")

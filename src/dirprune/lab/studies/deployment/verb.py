@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dirprune.lab.cli.console import clear_errors, emit, is_terminal, say, show
+from dirprune.lab.cli.console import clear_errors
+from dirprune.lab.cli.output import JsonOption, Output
 from dirprune.lab.text import NOTHING
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def export(
     ] = None,
     epoch: Annotated[int | None, typer.Option(help="Checkpoint to export.", show_default="the newest")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write a run's network to a small file without its zeros; it loads with dirprune.deploy.load_sparse."""
     with clear_errors():
@@ -43,11 +45,12 @@ def export(
 
         half = getattr(torch, dtype.value) if dtype else None
         exported = exporting(runs.load(run), to, dtype=half, epoch=epoch, force=force)
-        if not is_terminal():
-            emit(asdict(exported))
-            return
-        show(str(to), ("", f"{exported.network}, epoch {exported.epoch}"), _rows(exported), left=1)
-        say(f"Load it with `dirprune.deploy.load_sparse({str(to)!r})`; docs/deploy.md of the repository says more.")
+        output = Output(as_json)
+        output.record(asdict(exported))
+        output.table(str(to), ("", f"{exported.network}, epoch {exported.epoch}"), _rows(exported), left=1)
+        output.tell(
+            f"Load it with `dirprune.deploy.load_sparse({str(to)!r})`; docs/deploy.md of the repository says more."
+        )
 
 
 def _rows(exported: Exported) -> list[tuple[str, str]]:

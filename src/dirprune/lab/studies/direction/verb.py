@@ -15,11 +15,10 @@ from dirprune.lab.cli.console import (
     TrustOption,
     clear_errors,
     integers,
-    is_terminal,
     say,
-    show,
 )
 from dirprune.lab.cli.drive import CONTINUE, OutOption, drive
+from dirprune.lab.cli.output import JsonOption, Output
 
 app = typer.Typer()
 
@@ -51,6 +50,7 @@ def project(
     minutes: MinutesOption = None,
     data: RunDataOption = None,
     device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Measure how much of gRDA's difference from SGD lies in the leading Hessian eigenspace, along training."""
     with clear_errors(CONTINUE):
@@ -77,14 +77,14 @@ def project(
             device=where,
             root=data or sgd.last_root(),
         )
-        rows = drive("project", steps, Interruption(minutes))
+        output = Output(as_json)
+        rows = drive("project", steps, Interruption(minutes), output)
         measured = read_rows(out / "projection.csv", ProjectionRow)  # includes rows of earlier commands
         theirs = shares(sgd.recipe.task.data, sgd.recipe.model)
         figure = plots.save(projection_figure(measured, theirs), out / "projection.png")
-        if is_terminal():
-            title = f"‖PΔ‖/‖Δ‖ on {rows[0].examples:,} training examples"
-            show(title, COLUMNS, [row.cells() for row in rows])
-        say(f"Numbers: {out}; figure: {figure}")
+        title = f"‖PΔ‖/‖Δ‖ on {rows[0].examples:,} training examples"
+        output.table(title, COLUMNS, [row.cells() for row in rows])
+        output.tell(f"Numbers: {out}; figure: {figure}")
 
 
 @app.command()
@@ -107,6 +107,7 @@ def score(
     minutes: MinutesOption = None,
     data: RunDataOption = None,
     device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Prune a trained network along its flat directions, by magnitude, and by optimal brain damage and surgeon."""
     with clear_errors(CONTINUE):
@@ -132,14 +133,14 @@ def score(
             device=where,
             root=data or found.last_root(),
         )
-        drive("score", steps, Interruption(minutes))
+        output = Output(as_json)
+        drive("score", steps, Interruption(minutes), output)
         rows = measured(out)  # includes rows of earlier commands
         figure = plots.save(score_figure(rows), out / "score.png")
-        if is_terminal():
-            show("Pruned without retraining", COLUMNS, [row.cells() for row in rows])
-            of_others = "for the other methods, the largest |w|, saliency or rise of the loss that was pruned"
-            say(f"λ: path parameter for directional pruning; {of_others}.")
-        say(f"Numbers: {out}; figure: {figure}")
+        output.table("Pruned without retraining", COLUMNS, [row.cells() for row in rows])
+        of_others = "for the other methods, the largest |w|, saliency or rise of the loss that was pruned"
+        output.tell(f"λ: path parameter for directional pruning; {of_others}.")
+        output.tell(f"Numbers: {out}; figure: {figure}")
 
 
 def _tell_precision(precision: str, device: str) -> None:

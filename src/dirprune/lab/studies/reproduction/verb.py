@@ -18,12 +18,10 @@ from dirprune.lab.cli.console import (
     KeepOption,
     MinutesOption,
     clear_errors,
-    emit,
     integers,
-    is_terminal,
     say,
-    show,
 )
+from dirprune.lab.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
     from dirprune.lab.training.recipe import Recipe
@@ -49,6 +47,7 @@ def reproduce(
     minutes: MinutesOption = None,
     data: DataOption = None,
     device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Compare our runs with the paper's CIFAR tables, cell by cell; with --train, first train what is missing."""
     with clear_errors():
@@ -56,6 +55,7 @@ def reproduce(
         from dirprune.lab.studies.reproduction import ledger
         from dirprune.lab.studies.reproduction import page as reproduction_page
 
+        output = Output(as_json)
         if results.exists() and not results.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(results))
         if run:
@@ -66,21 +66,19 @@ def reproduce(
             kept = tuple(integers("--keep", keep)) if keep else ()
             _train_missing([recipe.but(keep=kept) for recipe in missing], runs, results, minutes, device, data)
         cells = comparing.compare(results)
-        if is_terminal():
-            for title, rows in comparing.tables(cells).items():
-                show(title, comparing.COLUMNS, rows, spare=comparing.SPARE)
-                print()
-        else:
-            for cell in cells:
-                if not cell.missing:
-                    off_by = {"deviation": cell.deviation, "comparable_deviation": cell.honest_deviation}
-                    emit({**asdict(cell), "mean": cell.mean, **off_by})
+        for title, rows in comparing.tables(cells).items():
+            output.table(f"{title}", comparing.COLUMNS, rows, spare=comparing.SPARE)
+            output.tell("")
+        for cell in cells:
+            if not cell.missing:
+                off_by = {"deviation": cell.deviation, "comparable_deviation": cell.honest_deviation}
+                output.record({**asdict(cell), "mean": cell.mean, **off_by})
         for line in (comparing.summary(cells), *(f"missing: {gap}" for gap in comparing.missing(cells))):
-            say(line)
+            output.tell(line)
         if not (results / "ledger.csv").exists():
             say(f"{results} has no ledger.csv; give --results, or train: dirprune reproduce --train")
         if page:
-            say(f"page: {reproduction_page.write_page(results, docs)}")
+            output.tell(f"page: {reproduction_page.write_page(results, docs)}")
 
 
 def _train_missing(

@@ -10,11 +10,8 @@ import typer
 from dirprune.lab.cli.console import (
     bar,
     clear_errors,
-    emit,
-    is_terminal,
-    say,
-    show,
 )
+from dirprune.lab.cli.output import JsonOption, Output
 from dirprune.lab.text import NOTHING
 
 app = typer.Typer()
@@ -27,6 +24,7 @@ def theory(
     problems: Annotated[int, typer.Option(min=1, help="Random problems to average over.")] = 20,
     runs: Annotated[int, typer.Option(min=2, help="Simulated runs for the limit law.")] = 4000,
     seed: Annotated[int, typer.Option(help="Random seed for the problems and the noise.")] = 0,
+    as_json: JsonOption = False,
 ) -> None:
     """Demonstrate the theorem: gRDA approaches directional pruning as the learning rate falls. Under a minute."""
     with clear_errors():
@@ -34,17 +32,17 @@ def theory(
 
         from dirprune.lab.studies.theorem import work as theory_report
 
+        output = Output(as_json)
         found: dict[str, list[dict[str, Any]]] = {}
         with bar("theory", total=theory_report.FINDINGS) as advance:
             for finding in theory_report.report(out, figures=figures, problems=problems, runs=runs, seed=seed):
                 row = asdict(finding.row)
                 found.setdefault(finding.part, []).append(row)
                 advance(1, note=f"{finding.part}, γ={row['gamma']:g}")
-                if not is_terminal():
-                    emit({"part": finding.part, **row})
-        if is_terminal():
-            for part, rows in found.items():
-                cells = [[NOTHING if value is None else f"{value:.4g}" for value in row.values()] for row in rows]
-                show(part, [theory_report.HEADERS[name] for name in rows[0]], cells, left=0, spare=theory_report.SPARE)
+                output.record({"part": finding.part, **row})
+        for part, rows in found.items():
+            cells = [[NOTHING if value is None else f"{value:.4g}" for value in row.values()] for row in rows]
+            headers = [theory_report.HEADERS[name] for name in rows[0]]
+            output.table(part, headers, cells, left=0, spare=theory_report.SPARE)
         folders = f"{out}, {figures}" if figures else str(out)
-        say(f"Numbers and figures: {folders}. They are explained in docs/theory.md of the repository.")
+        output.tell(f"Numbers and figures: {folders}. They are explained in docs/theory.md of the repository.")
