@@ -236,7 +236,10 @@ def test_without_results_every_cell_is_missing(tmp_path: Path) -> None:
     assert all(cell.missing and cell.deviation is None and cell.chance is None for cell in cells)
     assert len(reproduce.missing(cells)) == 15
     assert reproduce.tables(cells) == {}
-    assert "0 of 450 published cells" in reproduce.summary(cells)
+    assert reproduce.conclusion(cells) == [
+        "0 of 450 published cells have a run of ours.",
+        "Of 15 settings, 15 have no run yet, and 0 an unfinished one.",
+    ]
 
 
 def test_seeds_are_averaged_and_compared_in_the_paper_s_units(tmp_path: Path) -> None:
@@ -362,7 +365,11 @@ def test_the_page_shows_ours_beside_the_paper_s(tmp_path: Path) -> None:
     results, docs = tmp_path / "results", tmp_path / "docs"
     folders = [
         make_run(tmp_path / "vgg", VGG, [record(1), record(200, sparsity=0.7943)]),
-        make_run(tmp_path / "wrn", WRN.but(optimizer="sgd"), [record(2, sparsity=0.0), record(200)]),
+        make_run(
+            tmp_path / "wrn",
+            WRN.but(optimizer="sgd"),
+            [record(epoch, sparsity=0.0) for epoch in (*range(2, 22), 200)],
+        ),
     ]
     ledger.collect(folders, results)
     (results / "bench.csv").write_text(
@@ -377,24 +384,62 @@ def test_the_page_shows_ours_beside_the_paper_s(tmp_path: Path) -> None:
     assert "| 1.000 | 0.3 | 25% | 500 | 6.0% |" in text
     assert "| vgg16 | a step, grda | ≤ 1.4 ms | 1.5 ms | no |" in text
     assert "Ours, vgg16, resnet50: H200, torch 2.11, commit abc." in text
-    assert "arithmetic alone needs at 790 TFLOP/s" in text
+    assert "alone needs at 790 TFLOP/s" in text
     assert "Not measured yet: the memory of resnet50." in text
     assert "| wrn28x10-cifar100 | SGD | 200 | 4.000e-04 | 3.434e-04 | 1.654e-04 |" in text
     assert "wrn28x10-cifar10, gRDA μ=0.55: no run yet" in text
     assert "2 of 600 | up to its last epoch" in text
     figures = {path.name for path in (docs / "figures").iterdir()}
     assert all(f"(figures/{name})" in text for name in figures)
-    assert text.count("](figures/") == len(figures) == 4
+    assert text.count("](figures/") == len(figures) == 3  # one of the experiment with a tenth of a run, Figures 2 and 3
+    assert "735,735 steps of 256 images: 93.6 hours on the paper's two V100s." in text
+    assert "$" not in text.replace("$^", "")
 
 
-def test_a_figure_says_how_far_our_runs_have_come() -> None:
+def test_a_figure_shows_our_settings_and_how_far_they_have_come() -> None:
     bands = published.bands("vgg16-cifar10")
     sgd, mu6 = (setting for setting, metric in bands if metric == "sparsity" and str(setting) in ("SGD", "gRDA μ=0.6"))
-    ours = {(sgd, "train_loss"): [([1, 2], [2.0, 1.0])], (mu6, "train_loss"): [([1, 600], [2.0, 1.0])]}
-    titles = [axes.get_title() for axes in reproduction_plots.trajectories(bands, ours).axes[:5]]
-    assert "SGD, epoch 2 so far" in titles
-    assert "gRDA μ=0.6" in titles
-    assert "gRDA μ=0.7, no run yet" in titles
+    ours = {
+        (setting, metric): [([1, last], [2.0, 1.0])]
+        for setting, last in ((sgd, 100), (mu6, 600))
+        for metric in published.METRICS
+    }
+    figure = reproduction_plots.trajectories({key: bands[key] for key in ours}, ours)
+    assert len(figure.axes) == 2 * 5
+    assert [axes.get_ylabel() for axes in figure.axes[::5]] == ["SGD,\nepoch 100 so far", "gRDA μ=0.6"]
+
+
+def test_a_run_is_drawn_from_a_tenth_of_its_epochs_on(tmp_path: Path) -> None:
+    folders = [
+        make_run(tmp_path / "young", VGG.but(mu=0.4), [record(1)]),
+        make_run(tmp_path / "old", VGG, [record(epoch) for epoch in range(1, 61)]),
+    ]
+    ledger.collect(folders, tmp_path / "results")
+    groups = reproduce.reproductions(ledger.read(tmp_path / "results"))
+    assert [str(setting) for setting in reproduction_page.drawable("vgg16-cifar10", groups)] == ["gRDA μ=0.6"]
+    assert reproduction_page.drawable("wrn28x10-cifar10", groups) == {}
+
+
+def test_the_imagenet_curves_have_the_peaks_that_the_authors_name() -> None:
+    """Epoch, accuracy and sparsity of the best epochs, as the README of the authors' repository lists them."""
+    runs = {(run.setting.c, run.setting.mu): run for run in published.imagenet_runs()}
+    assert len(runs) == 5
+    assert all(run.epochs == tuple(range(1, 148)) for run in runs.values())
+    for key, epoch, accuracy, sparsity in (
+        ((None, None), 89, 68.71, 0.0),
+        ((0.005, 0.501), 145, 70.60, 86.03),
+        ((0.005, 0.51), 136, 70.35, 87.38),
+        ((0.005, 0.55), 145, 69.76, 91.54),
+    ):
+        assert max(runs[key].test_accuracy) == runs[key].test_accuracy[epoch - 1] == pytest.approx(accuracy, abs=0.01)
+        assert runs[key].sparsity[epoch - 1] == pytest.approx(sparsity, abs=0.1)
+
+
+def test_figure_3_draws_the_five_runs() -> None:
+    train, test, left = reproduction_plots.imagenet(published.imagenet_runs()).axes
+    assert [len(axes.get_lines()) for axes in (train, test, left)] == [5, 5, 5]
+    assert left.get_lines()[0].get_ydata()[-1] == 100  # SGD keeps all
+    assert train.get_lines()[0].get_ydata()[-1] > 80 > test.get_ylim()[1]
 
 
 def test_the_published_norms_are_drawn_over_ours() -> None:
@@ -414,13 +459,13 @@ def test_a_page_without_runs_says_so(tmp_path: Path) -> None:
     assert "0 of 450 published cells have a run of ours." in text
     assert "No run yet." in text
     assert "Ours are not measured yet" in text
-    assert re.search(r"\dσ", text) is None
+    assert re.search(r"[+−]\d+\.\dσ", text) is None
 
 
 def test_the_page_s_tables_are_rectangular(tmp_path: Path) -> None:
     ledger.collect([make_run(tmp_path / "run", VGG, [record(1)])], tmp_path / "results")
     blocks = [block for block in reproduction_page.page(tmp_path / "results").split("\n\n") if block.startswith("|")]
-    assert len(blocks) == 1 + 3 * 5 + 1 + 1 + 1  # in short, five metrics per experiment, Figure 2, costs, ledger
+    assert len(blocks) == 5 + 1 + 1 + 1  # five metrics of the one experiment with a run, Figure 2, costs, ledger
     for block in blocks:
         assert len({line.count("|") for line in block.splitlines()}) == 1
 
@@ -463,7 +508,29 @@ def cell(ours: float, std: float) -> reproduce.Cell:
 
 
 def test_where_theirs_do_not_differ_ours_are_told_by_the_greatest_distance_on_either_side() -> None:
-    assert "ours differ by at most 0.5." in reproduce.summary([cell(1.0, 0.1), cell(0.5, 0.0), cell(1.1, 0.0)])
+    lines = reproduce.conclusion([cell(1.0, 0.1), cell(0.5, 0.0), cell(1.1, 0.0)])
+    assert "In 2 more all their runs logged the same digits; ours differ by at most 0.5." in lines
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_as_many_cells_are_expected_far_off_as_runs_of_the_same_kind_lie_there(n: int) -> None:
+    rng = np.random.default_rng(0)
+    theirs, ours = rng.normal(size=(4000, 9)), rng.normal(size=(4000, n))
+    setting, found = Setting("vgg16-cifar10", "sgd"), []
+    for row, own in zip(theirs, ours, strict=True):
+        estimate = Estimate(row.mean(), row.std(ddof=1), 9)
+        given = PublishedCell(setting, 1, 1, "train_loss", estimate, estimate, estimate)
+        found.append(reproduce.Cell(given, tuple(own)))
+    seen = sum(map(reproduce.is_beyond, found))
+    expected = sum(map(reproduce.chance_beyond, found))
+    assert seen == pytest.approx(expected, abs=4 * expected**0.5)
+    assert f"{seen} of 4000 cells, where {expected:.0f} are" in reproduce.conclusion(found)[1]
+
+
+def test_the_conclusion_names_where_ours_are_off() -> None:
+    lines = reproduce.conclusion([cell(1.0, 0.1), cell(1.5, 0.1), cell(0.5, 0.1)])
+    assert "Most often: vgg16-cifar10, SGD, train loss, 2 of 3 cells." in lines
+    assert not any("Most often" in line for line in reproduce.conclusion([cell(1.1, 0.1)]))
 
 
 def test_the_most_surprising_cell_comes_first() -> None:

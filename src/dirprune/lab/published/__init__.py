@@ -89,6 +89,17 @@ class Cost:
     hardware: str
 
 
+@dataclass(frozen=True)
+class ImageNetRun:
+    """A run of Figure 3, ResNet50 at a constant rate: accuracies and sparsity in percent over its epochs."""
+
+    setting: Setting
+    epochs: tuple[int, ...]
+    train_accuracy: tuple[float, ...]
+    test_accuracy: tuple[float, ...]
+    sparsity: tuple[float, ...]
+
+
 def cells() -> list[PublishedCell]:
     """Return the 450 cells of the three CIFAR tables.
 
@@ -155,6 +166,22 @@ def costs() -> list[Cost]:
             row["hardware"],
         )
         for row in rows("costs.csv")
+    ]
+
+
+def imagenet_runs() -> list[ImageNetRun]:
+    """Return the curves of Figure 3."""
+    groups: dict[Setting, list[dict[str, str]]] = {}
+    for row in rows("imagenet_curves.csv"):
+        groups.setdefault(_setting("resnet50-imagenet", row), []).append(row)
+    columns = ("train_accuracy", "test_accuracy", "sparsity")
+    return [
+        ImageNetRun(
+            setting,
+            tuple(int(row["epoch"]) for row in own),
+            *(tuple(float(row[column]) for row in own) for column in columns),
+        )
+        for setting, own in groups.items()
     ]
 
 

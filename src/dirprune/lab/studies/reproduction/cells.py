@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -187,21 +187,55 @@ def by_setting(cells: Iterable[Cell]) -> dict[Setting, list[Cell]]:
     return groups
 
 
-def summary(cells: list[Cell]) -> str:
-    """Return a short text that says how many cells we have, and how far they are from the published ones."""
+def conclusion(cells: Sequence[Cell]) -> list[str]:
+    """Return up to five sentences: how many cells have runs, how far off these are, where most, and what is missing."""
     have = [cell for cell in cells if not cell.missing]
-    sentence = f"{len(have)} of {len(cells)} published cells have a run of ours."
-    sizes = [abs(cell.honest_deviation) for cell in have if cell.honest_deviation is not None]
-    if not sizes:
-        return sentence
-    shares = ", ".join(f"{sum(size <= k for size in sizes)} within {k}" for k in (1, 2, 3))
-    sentence += f" Of these, {len(sizes)} can be measured in stds of the authors' comparable runs: {shares}."
+    settings = by_setting(cells)
+    lines = [f"{len(have)} of {len(cells)} published cells have a run of ours."]
+    if measured := [cell for cell in have if cell.honest_deviation is not None]:
+        seen, expected = sum(map(is_beyond, measured)), sum(map(chance_beyond, measured))
+        lines.append(
+            f"Beyond {FAR}σ of the authors' comparable runs: {seen} of {len(measured)} cells, where {expected:.0f} are "
+            "expected of runs like theirs."
+        )
+        groups: dict[str, list[Cell]] = {}
+        for cell in measured:
+            name = f"{cell.published.setting.experiment}, {cell.published.setting}, {_words(cell.published.metric)}"
+            groups.setdefault(name, []).append(cell)
+        name, most = max(groups.items(), key=lambda group: sum(map(is_beyond, group[1])))
+        if count := sum(map(is_beyond, most)):
+            lines.append(f"Most often: {name}, {count} of {len(most)} cells.")
     if flat := [cell for cell in have if cell.honest_deviation is None]:
         furthest = max(abs(cell.mean - cell.published.comparable.mean) for cell in flat)
-        sentence += (
-            f" For the other {len(flat)} all their runs logged the same digits; ours differ by at most {furthest:.2g}."
+        lines.append(
+            f"In {len(flat)} more all their runs logged the same digits; ours differ by at most {furthest:.2g}."
         )
-    return sentence
+    without = [s for s, group in settings.items() if all(cell.missing for cell in group)]
+    begun = [s for s, group in settings.items() if s not in without and any(cell.missing for cell in group)]
+    if without or begun:
+        lines.append(
+            f"Of {len(settings)} settings, {len(without)} have no run yet, and {len(begun)} an unfinished one."
+        )
+    return lines
+
+
+FAR = 2
+"""A cell counts as far off beyond so many stds."""
+
+
+def is_beyond(cell: Cell) -> bool:
+    """Return whether our mean lies more than `FAR` stds from that of the authors' comparable runs."""
+    return cell.honest_deviation is not None and abs(cell.honest_deviation) > FAR
+
+
+def chance_beyond(cell: Cell) -> float:
+    """Return the probability that a mean of as many runs of theirs would lie beyond `FAR` stds of the others."""
+    theirs = cell.published.comparable
+    return chance(theirs.mean + FAR * theirs.std, len(cell.ours), theirs) or 0.0
+
+
+def _words(metric: str) -> str:
+    return metric.replace("_", " ")
 
 
 def surprising(cells: Iterable[Cell]) -> list[Cell]:

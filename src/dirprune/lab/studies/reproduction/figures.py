@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dirprune.lab import plots
 from dirprune.lab.plots import Axis, Curve
-from dirprune.lab.published import METRICS, Band, NormRatio, Setting
+from dirprune.lab.published import METRICS, Band, ImageNetRun, NormRatio, Setting
 
 THEIRS, OURS = 0, 1  # indices of their colours
 BAND = "range of the authors' runs"
@@ -29,25 +30,42 @@ UNIT = 1e-4  # unit of the norm ratio's axis
 def trajectories(
     bands: Mapping[tuple[Setting, str], Band], ours: Mapping[tuple[Setting, str], Sequence[Curve]]
 ) -> Figure:
-    """Draw every metric over the epochs of one experiment: a row per metric, a column per setting.
+    """Draw every metric over the epochs of one experiment: a row per setting, a column per metric.
 
     Args:
-        bands: the published runs; their range is shaded, their mean dashed.
-        ours: one curve per seed, drawn over the bands; column titles say if our runs are missing or unfinished.
+        bands: the published runs of the settings to draw; their range is shaded, their mean dashed.
+        ours: one curve per seed, drawn over the bands; the label of a row says if our runs are unfinished.
     """
     settings = list(dict.fromkeys(setting for setting, _ in bands))
-    figure, every = plots.panels(len(METRICS) * len(settings), columns=len(settings), size=(1.75, 1.4))
+    figure, every = plots.panels(len(METRICS) * len(settings), columns=len(METRICS), size=(1.65, 1.5))
     for i, axes in enumerate(every):
-        metric, setting = METRICS[i // len(settings)], settings[i % len(settings)]
-        _compare(axes, bands.get((setting, metric)), ours.get((setting, metric), ()))
+        metric, setting = METRICS[i % len(METRICS)], settings[i // len(METRICS)]
+        band, curves = bands[setting, metric], ours.get((setting, metric), ())
+        _compare(axes, band, curves)
         _scale(axes, metric, [band for (_, name), band in bands.items() if name == metric])
-        first, top, bottom = i % len(settings) == 0, i < len(settings), i >= len(every) - len(settings)
-        axes.set(
-            title=f"{setting}{_progress(bands[setting, metric], ours.get((setting, metric), ()))}" if top else "",
-            xlabel="epoch" if bottom else "",
-            ylabel=AXES[metric].label if first else "",
-        )
-        axes.tick_params(labelleft=first, labelbottom=bottom)
+        axes.set(title=AXES[metric].label if i < len(METRICS) else "")
+        axes.set_ylabel(f"{setting}{_progress(band, curves)}" if i % len(METRICS) == 0 else "")
+        axes.set_xlabel("epoch" if i >= len(every) - len(METRICS) else "")
+    plots.add_legend(figure)
+    return figure
+
+
+@plots.styled
+def imagenet(runs: Sequence[ImageNetRun]) -> Figure:
+    """Draw Figure 3: train and test accuracy and the share of parameters that are not zero, over the epochs."""
+    figure, (train, test, left) = plots.panels(3, columns=3, size=(2.4, 2.4))
+    for index, run in enumerate(runs):
+        setting = run.setting
+        label = "SGD" if setting.c is None else f"gRDA c={setting.c:g} μ={setting.mu:g}"
+        style: dict[str, Any] = {"color": plots.colour(index), "linewidth": 0.9}
+        train.plot(run.epochs, run.train_accuracy, label=label, **style)
+        test.plot(run.epochs, run.test_accuracy, **style)
+        left.plot(run.epochs, [100 - share for share in run.sparsity], **style)
+    for axes, metric in ((train, "train_accuracy"), (test, "test_accuracy")):
+        axes.set(ylabel=AXES[metric].label, ylim=(30, None))
+    left.set(ylabel="weights left (%)", ylim=(0, 42))
+    for axes in figure.axes:
+        plots.mark_epochs(axes)
     plots.add_legend(figure)
     return figure
 
@@ -79,24 +97,18 @@ def _in_units(curve: Curve) -> Curve:
     return x, [float(value) / UNIT for value in y]
 
 
-def _compare(axes: Axes, band: Band | None, ours: Sequence[Curve]) -> None:
-    """Draw the published band if there is one, then our runs, then the published mean."""
-    if band is not None:
-        axes.fill_between(
-            band.epochs, band.low, band.high, color=plots.colour(THEIRS), alpha=0.3, linewidth=0, label=BAND
-        )
+def _compare(axes: Axes, band: Band, ours: Sequence[Curve]) -> None:
+    """Draw the published band, then our runs, then the published mean."""
+    axes.fill_between(band.epochs, band.low, band.high, color=plots.colour(THEIRS), alpha=0.3, linewidth=0, label=BAND)
     for curve in ours:
         axes.plot(*curve, color=plots.colour(OURS), linewidth=0.6, alpha=0.8, label="a run of ours")
-    if band is not None:
-        plots.draw_published(axes, (band.epochs, band.mean), label="their mean", index=THEIRS)
+    plots.draw_published(axes, (band.epochs, band.mean), label="their mean", index=THEIRS)
 
 
 def _progress(band: Band, ours: Sequence[Curve]) -> str:
-    """Return the addition to a title that says if our runs are missing or unfinished."""
-    if not ours:
-        return ", no run yet"
-    furthest = max(int(max(epochs)) for epochs, _ in ours)
-    return "" if furthest >= band.epochs[-1] else f", epoch {furthest} so far"
+    """Return the addition to a label that says if our runs are unfinished."""
+    furthest = max((int(max(epochs)) for epochs, _ in ours), default=0)
+    return "" if furthest >= band.epochs[-1] else f",\nepoch {furthest} so far"
 
 
 def _scale(axes: Axes, metric: str, bands: Sequence[Band]) -> None:

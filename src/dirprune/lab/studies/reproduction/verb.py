@@ -73,7 +73,7 @@ def reproduce(
             if not cell.missing:
                 off_by = {"deviation": cell.deviation, "comparable_deviation": cell.honest_deviation}
                 output.record({**asdict(cell), "mean": cell.mean, **off_by})
-        for line in (comparing.summary(cells), *(f"missing: {gap}" for gap in comparing.missing(cells))):
+        for line in (*comparing.conclusion(cells), *(f"missing: {gap}" for gap in comparing.missing(cells))):
             output.tell(line)
         if not (results / "ledger.csv").exists():
             say(f"{results} has no ledger.csv; give --results, or train: dirprune reproduce --train")
