@@ -381,7 +381,7 @@ def test_digits_have_the_same_numbers_on_any_number_of_cores(tmp_path: Path) -> 
     two = runs.create(tmp_path / "two", replace(recipes.get("digits"), epochs=1))
     finish(two)
     assert torch.get_num_threads() == 2
-    assert two.sessions()[0]["threads"] == 1
+    assert two.sessions()[0].threads == 1
     torch.set_num_threads(1)
     assert_equal(two, uninterrupted(tmp_path / "one", two.recipe))
 
@@ -399,7 +399,7 @@ def test_a_run_that_is_left_or_fails_leaves_the_threads_as_they_were(tmp_path: P
     assert torch.get_num_threads() == 2
     free = runs.create(tmp_path / "free", replace(recipe, cpu=Execution()))  # does not set the threads
     finish(free)
-    assert free.sessions()[0]["threads"] == 2
+    assert free.sessions()[0].threads == 2
     with pytest.raises(ValueError, match="threads=-1"):
         Execution(threads=-1)
 

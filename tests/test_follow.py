@@ -312,4 +312,4 @@ def test_two_processes_equal_one_and_speak_with_one_voice() -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
     alone = runs.load(Path("alone")).records()[-1]
     assert records[-1]["test_accuracy"] == pytest.approx(alone.test_accuracy, abs=0.3)
-    assert runs.load(Path("pair")).sessions()[0]["processes"] == 2
+    assert runs.load(Path("pair")).sessions()[0].processes == 2

@@ -25,8 +25,7 @@ from dirprune.lab import published
 from dirprune.lab.cli.output import Output
 from dirprune.lab.published import Estimate, PublishedCell, Setting
 from dirprune.lab.records import checkpoint
-from dirprune.lab.records.files import LOCK
-from dirprune.lab.records.tables import write_rows
+from dirprune.lab.records.files import LOCK, write_text
 from dirprune.lab.studies.reproduction import cells as reproduce
 from dirprune.lab.studies.reproduction import figures as reproduction_plots
 from dirprune.lab.studies.reproduction import ledger
@@ -558,14 +557,14 @@ def test_a_stop_between_the_two_tables_leaves_nothing_that_counts_as_done(
         runs.load(folder).append(record(epoch))
     written: list[str] = []
 
-    def stopped(path: Path, *arguments: Any) -> None:
+    def stopped(path: Path, text: str) -> None:
         if written:
             raise KeyboardInterrupt
         written.append(path.name)
-        write_rows(path, *arguments)
+        write_text(path, text)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ledger, "write_rows", stopped)
+        patch.setattr(ledger, "write_text", stopped)
         with pytest.raises(KeyboardInterrupt):
             ledger.collect([folder], tmp_path)
     wanted = [recipe.optimizer.name for recipe in reproduce.wanted(tmp_path, experiments=["vgg16-cifar10"])]

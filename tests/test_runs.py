@@ -19,6 +19,7 @@ import dirprune
 from dirprune import sparsity
 from dirprune.lab.methods import MethodSpec
 from dirprune.lab.records import checkpoint, provenance
+from dirprune.lab.records.provenance import Session
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.lab.training.runs import Outcome, Run, RunExists
@@ -220,7 +221,7 @@ def test_environment_says_what_ran_where(run: Run, monkeypatch: pytest.MonkeyPat
     run.note_session(CPU, world_size=2, root=None, examples=7)
     assert run.last_root() is None
     first, second = json.loads((run.folder / "environment.json").read_text())
-    assert [first, second] == run.sessions()
+    assert [Session(**first), Session(**second)] == run.sessions()
     assert first["command"] == "dirprune train digits --out 'my run'"
     assert second["command"] == "dirprune resume 'my run'"
     assert (first["processes"], second["processes"]) == (1, 2)
@@ -285,12 +286,17 @@ def test_a_process_goes_on_under_the_commit_it_began_with(monkeypatch: pytest.Mo
     assert provenance.commit() == before
 
 
-@pytest.mark.parametrize("content", [b'{"a": 1}', b"[1]", b"\xff\xfe", b"", b"[{}]"])
+@pytest.mark.parametrize("content", [b'{"a": 1}', b"[1]", b"\xff\xfe", b"", b'[{"examples": "7"}]'])
 def test_where_a_run_came_from_is_worth_less_than_the_run(run: Run, content: bytes) -> None:
-    (run.folder / "environment.json").write_bytes(content)
+    path = run.folder / "environment.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"environment.json .*; correct it, or, if you can do without it, delete it"):
+        run.sessions()
     assert run.last_root() is None
-    run.note_session(torch.device("cpu"), 1, None, 7)
-    assert run.sessions()[-1]["torch"] == torch.__version__
+    with pytest.warns(provenance.DamagedSessions, match=r"It is kept as environment.damaged.json"):
+        run.note_session(torch.device("cpu"), 1, None, 7)
+    assert path.with_name("environment.damaged.json").read_bytes() == content
+    assert run.sessions()[-1].torch == torch.__version__
 
 
 def test_weights_of_the_newest_or_of_a_given_epoch(run: Run, tmp_path: Path) -> None:

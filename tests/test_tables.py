@@ -8,12 +8,13 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from dirprune.lab.records.files import InUse, locked
+from dirprune.lab.records.provenance import Session
 from dirprune.lab.records.tables import OtherSettings, merge_rows, read_rows, settle, write_rows
 
 
@@ -124,22 +125,22 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> No
     (tmp_path / "settings.json").write_text(text)
     (tmp_path / "rows.csv").touch()
     with pytest.raises(ValueError, match=r"settings\.json .*give another --out"):
-        settle(tmp_path, {"k": 1}, {}, table="rows.csv")
+        settle(tmp_path, {"k": 1}, Session(), table="rows.csv")
 
 
 def test_rows_without_their_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
-    settle(tmp_path, {"k": 1}, {}, table="rows.csv")  # other files do not count as measurements
+    settle(tmp_path, {"k": 1}, Session(), table="rows.csv")  # other files do not count as measurements
     (tmp_path / "rows.csv").touch()
     (tmp_path / "settings.json").unlink()
     with pytest.raises(ValueError, match=r"settings\.json is gone, .*rows\.csv were measured; restore it from a copy"):
-        settle(tmp_path, {"k": 1}, {}, table="rows.csv")
+        settle(tmp_path, {"k": 1}, Session(), table="rows.csv")
 
 
 def test_a_lock_is_nothing_measured(tmp_path: Path) -> None:
-    settle(tmp_path, {"k": 1}, {}, table="rows.csv")
+    settle(tmp_path, {"k": 1}, Session(), table="rows.csv")
     with locked(tmp_path):
-        settle(tmp_path, {"k": 2}, {}, table="rows.csv")
+        settle(tmp_path, {"k": 2}, Session(), table="rows.csv")
         with (
             pytest.raises(
                 InUse,
@@ -172,39 +173,39 @@ def test_a_stop_while_a_table_is_written_leaves_nothing_behind(tmp_path: Path, m
 
 
 def test_settings_are_noted_once_and_sessions_each_time(tmp_path: Path) -> None:
-    settle(tmp_path, {"k": 99}, {"device": "cpu"}, table="rows.csv")  # may still change: there are no rows
-    settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": None}, {"device": "cpu"}, table="rows.csv")
+    settle(tmp_path, {"k": 99}, Session(device="cpu"), table="rows.csv")  # may still change: there are no rows
+    settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": None}, Session(device="cpu"), table="rows.csv")
     (tmp_path / "products-0010").mkdir()  # kept products fix the settings just as rows do
     with pytest.raises(OtherSettings, match="k=10, not k=11"):
-        settle(tmp_path, {"k": 11, "epochs": (1, 2), "examples": None}, {"device": "cpu"}, table="rows.csv")
+        settle(tmp_path, {"k": 11, "epochs": (1, 2), "examples": None}, Session(device="cpu"), table="rows.csv")
     write_rows(tmp_path / "rows.csv", Point, POINTS)
-    settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": None}, {"device": "gpu"}, table="rows.csv")
+    settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": None}, Session(device="gpu"), table="rows.csv")
     noted = json.loads((tmp_path / "settings.json").read_text())
     assert noted["settings"] == {"k": 10, "epochs": [1, 2], "examples": None}
     assert [session["device"] for session in noted["sessions"]] == ["cpu", "gpu"]
     with pytest.raises(OtherSettings, match="examples=None, not examples=5"):
-        settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": 5}, {}, table="rows.csv")
+        settle(tmp_path, {"k": 10, "epochs": (1, 2), "examples": 5}, Session(), table="rows.csv")
     with pytest.raises(OtherSettings, match="k=10, not k=None"):  # a setting of an older version
-        settle(tmp_path, {"epochs": (1, 2)}, {}, table="rows.csv")
-    settle(tmp_path, {"k": 10, "epochs": (1, 2), "new": None}, {"device": "cpu"}, table="rows.csv")
-    noted["sessions"].append({"device": "cpu"})
+        settle(tmp_path, {"epochs": (1, 2)}, Session(), table="rows.csv")
+    settle(tmp_path, {"k": 10, "epochs": (1, 2), "new": None}, Session(device="cpu"), table="rows.csv")
+    noted["sessions"].append(asdict(Session(device="cpu")))
     assert json.loads((tmp_path / "settings.json").read_text()) == noted
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
-    settle(tmp_path, {"k": 1}, {}, table="rows.csv")
+    settle(tmp_path, {"k": 1}, Session(), table="rows.csv")
     (tmp_path / "rows.csv").touch()
     with pytest.raises(OtherSettings, match="holds other measurements; give another --out"):
-        settle(tmp_path, {"points": 5}, {}, table="others.csv")
+        settle(tmp_path, {"points": 5}, Session(), table="others.csv")
     (tmp_path / "config.json").touch()
     with pytest.raises(ValueError, match="is a run directory; give another --out"):
-        settle(tmp_path, {"k": 1}, {}, table="rows.csv")
+        settle(tmp_path, {"k": 1}, Session(), table="rows.csv")
 
 
 def test_more_files_may_join_but_none_may_change(tmp_path: Path) -> None:
     for files in ({"a": "1"}, {"a": "1", "b": "2"}, {"b": "2"}):
-        settle(tmp_path, {"k": 1}, {}, table="rows.csv", files=files)
+        settle(tmp_path, {"k": 1}, Session(), table="rows.csv", files=files)
         (tmp_path / "rows.csv").touch()
     with pytest.raises(OtherSettings, match="started with another file as b: a run of the same name, or trained again"):
-        settle(tmp_path, {"k": 1}, {}, table="rows.csv", files={"a": "1", "b": "3"})
-    settle(tmp_path, {"k": 1}, {}, table="rows.csv", files={"a": "1"})
+        settle(tmp_path, {"k": 1}, Session(), table="rows.csv", files={"a": "1", "b": "3"})
+    settle(tmp_path, {"k": 1}, Session(), table="rows.csv", files={"a": "1"})

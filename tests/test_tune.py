@@ -257,7 +257,7 @@ def test_the_command_for_machines_trains_what_was_chosen(tuned: list[str]) -> No
         3,
         256,
     )
-    assert run.sessions()[-1]["data"] == str(Path("my data").resolve())
+    assert run.sessions()[-1].data == str(Path("my data").resolve())
 
 
 def test_the_command_at_a_terminal_shows_every_trial(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

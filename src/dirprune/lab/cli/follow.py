@@ -271,8 +271,10 @@ def _conclude(run: Run, output: Output | None, is_new: bool, process: Process) -
         return True
     records = run.records()
     if not records:
-        say(f"{run.folder}: all {run.recipe.epochs} epochs are done, but metrics.jsonl has no record of them.")
-        return True
+        raise ValueError(
+            f"{run.folder}: all {run.recipe.epochs} epochs are done, but metrics.jsonl has no record of them; restore "
+            "it from a copy, or train again with another --out"
+        )
     last = records[-1]
     what = "validation" if run.recipe.task.validation else "test"
     output.tell(

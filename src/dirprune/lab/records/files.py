@@ -52,7 +52,7 @@ def read_json(path: Path, kind: type[T], remedy: str) -> T:
     """Return the content of a JSON file, a dict or a list; anything else raises an error that names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}; {remedy}") from error
     if not isinstance(content, kind):
         raise ValueError(f"{path} holds no {kind.__name__}; {remedy}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -10,49 +9,83 @@ import shlex
 import subprocess
 import sys
 import time
+import warnings
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import dirprune
-from dirprune.lab.records.files import write_json
+from dirprune.lab.records.columns import CONTROL, Count, Number, record
+from dirprune.lab.records.files import read_json, write_json
 
 
-def sessions(folder: Path) -> list[dict[str, Any]]:
-    """Return the environment of each session that worked in a folder; what cannot be read is ignored.
+@dataclass(frozen=True)
+class Session:
+    """The circumstances of a session; what an old one did not record is empty.
 
-    A damaged environment.json should not prevent a run from continuing.
+    ``data`` is the folder of the data sets, ``examples`` the number of training examples.
     """
+
+    time: str = ""
+    command: str = ""
+    commit: str = ""
+    dirprune: str = ""
+    torch: str = ""
+    python: str = ""
+    platform: str = ""
+    device: str = ""
+    threads: Number | None = None
+    processes: Number | None = None
+    data: str = ""
+    examples: Count | None = None
+
+
+class DamagedSessions(UserWarning):
+    """An environment.json could not be read, and was kept under another name."""
+
+
+def sessions(folder: Path) -> list[Session]:
+    """Return the sessions that worked in a folder, the first first."""
+    path, remedy = folder / "environment.json", "correct it, or, if you can do without it, delete it"
+    if not path.exists():
+        return []
+    try:
+        return [record(Session, values) for values in read_json(path, list, remedy)]
+    except ValueError as error:
+        raise (
+            error if str(path) in str(error) else ValueError(f"{path} holds no sessions: {error}; {remedy}")
+        ) from error
+
+
+def note_session(folder: Path, session: Session) -> None:
+    """Append a session to the folder's environment.json; a damaged one does not prevent a run from continuing."""
     path = folder / "environment.json"
     try:
-        found = json.loads(path.read_text()) if path.exists() else []
-    except ValueError:
-        return []
-    return [session for session in found if isinstance(session, dict)] if isinstance(found, list) else []
+        earlier = sessions(folder)
+    except ValueError as error:
+        kept, earlier = path.with_suffix(".damaged.json"), []
+        path.replace(kept)
+        warnings.warn(f"{error}. It is kept as {kept.name}, and a new one is begun", DamagedSessions, stacklevel=2)
+    write_json(path, [asdict(each) for each in (*earlier, session)])
 
 
-def note_session(folder: Path, session: dict[str, Any]) -> None:
-    """Append the environment of a session to the folder's environment.json."""
-    write_json(folder / "environment.json", [*sessions(folder), session])
-
-
-def environment(device: torch.device, world_size: int = 1) -> dict[str, Any]:
+def environment(device: torch.device, world_size: int = 1) -> Session:
     """Return versions, hardware, commit and command: what is needed to repeat a result."""
     cuda = device.type == "cuda"
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": shlex.join(["dirprune", *sys.argv[1:]]),
-        "commit": commit(),
-        "dirprune": dirprune.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if cuda else _processor(),
-        "threads": torch.get_num_threads(),
-        "processes": world_size,
-    }
+    return Session(
+        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        command=CONTROL.sub("�", shlex.join(["dirprune", *sys.argv[1:]])),
+        commit=commit(),
+        dirprune=dirprune.__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        device=torch.cuda.get_device_name(device) if cuda else _processor(),
+        threads=torch.get_num_threads(),
+        processes=world_size,
+    )
 
 
 @cache

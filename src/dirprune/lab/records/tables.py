@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+from dirprune.lab.records.columns import checked, types
 from dirprune.lab.records.files import LOCK, as_read, locked, read_json, write_json, write_text
+from dirprune.lab.records.provenance import Session
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -65,10 +67,21 @@ class OtherSettings(ValueError):
 
 
 def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
-    """Write a table atomically, so that a crash leaves the old rows."""
+    """Write a table atomically, so that a crash leaves the old rows; rows that could not be read are refused."""
+    text = as_text(path, kind, rows)
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text)
+
+
+def as_text(path: Path, kind: type[Row], rows: Iterable[Row]) -> str:
+    """Return the text of a table, which has been read back, so that nothing replaces a table that could be read."""
     lines = [[field.name for field in fields(kind)], *(map(_inert, asdict(row).values()) for row in rows)]
-    write_text(path, "".join(map(_line, lines)))
+    text = "".join(map(_line, lines))
+    try:
+        _rows(io.StringIO(text, newline=""), kind)
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path} is not written: a row of {kind.__name__} could not be read back ({error})") from error
+    return text
 
 
 def _line(cells: Iterable[Any]) -> str:
@@ -96,13 +109,9 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
     """
     if not path.exists():
         return []
-    readers = {name: _READERS[hint] for name, hint in get_type_hints(kind).items()}
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
-            table = csv.DictReader(file)
-            if lacking := [name for name in readers if name not in (table.fieldnames or ())]:
-                raise ValueError(f"it has no column {lacking[0]}")
-            return [kind(**_values(row, readers, table.line_num)) for row in table]
+            return _rows(file, kind)
         except (ValueError, csv.Error) as error:
             raise ValueError(
                 f"{path} cannot be read as a table of {kind.__name__} ({error}); correct it, or restore it from a "
@@ -110,16 +119,24 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
             ) from error
 
 
-def _values(row: Mapping[Any, Any], readers: Mapping[str, Callable[[str], Any]], line: int) -> dict[str, Any]:
+def _rows(file: TextIO, kind: type[Row]) -> list[Row]:
+    """Return the rows of an open table; raise a ValueError that names the line and the column that cannot be read."""
+    table = csv.DictReader(file)
+    if lacking := [name for name in types(kind) if name not in (table.fieldnames or ())]:
+        raise ValueError(f"it has no column {lacking[0]}")
+    return [kind(**_values(row, kind, table.line_num)) for row in table]
+
+
+def _values(row: Mapping[Any, Any], kind: Any, line: int) -> dict[str, Any]:
     """Return the cells of a row as Python values."""
     if None in row:  # where `csv` puts cells beyond the last column
         raise ValueError(f"line {line} has more cells than there are columns")
     values = {}
-    for name, reader in readers.items():
+    for name, hint in types(kind).items():
         if row[name] is None:
             raise ValueError(f"line {line} ends before its column {name}")
         try:
-            values[name] = reader(row[name])
+            values[name] = checked(kind, name, _READERS[hint](row[name]))
         except ValueError as error:
             raise ValueError(f"line {line} has {name}={row[name]!r}: {error}") from error
     return values
@@ -144,14 +161,14 @@ def merge_rows(path: Path, kind: type[Row], rows: Iterable[Row], *, key: Sequenc
 def measuring(
     folder: Path,
     settings: Mapping[str, Any],
-    environment: Mapping[str, Any],
+    session: Session,
     *,
     table: str,
     files: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
     """Lock a folder of rows and `settle` its settings; if nothing is measured, clean up afterwards."""
     with locked(folder):
-        settle(folder, settings, environment, table=table, files=files)
+        settle(folder, settings, session, table=table, files=files)
         try:
             yield
         finally:
@@ -170,7 +187,7 @@ def _holds_more(folder: Path) -> bool:
 def settle(
     folder: Path,
     settings: Mapping[str, Any],
-    environment: Mapping[str, Any],
+    session: Session,
     *,
     table: str,
     files: Mapping[str, str] | None = None,
@@ -180,7 +197,7 @@ def settle(
     Args:
         folder: the folder of the rows.
         settings: the settings that all rows share.
-        environment: the environment of this session.
+        session: where this session runs.
         table: the file name of the rows; if it exists, settings.json must exist too.
         files: checksums of the measured files by name; new ones may be added, but none may change.
 
@@ -214,6 +231,6 @@ def settle(
                 f"{folder} was started with another file as {name}: a run of the same name, or trained again; give "
                 "another --out, or delete it"
             )
-    noted["sessions"].append(dict(environment))
+    noted["sessions"].append(asdict(session))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, noted)

@@ -281,8 +281,8 @@ class Measured(Cost):
 def write(costs: Sequence[Cost], path: Path, device: torch.device) -> None:
     """Write the costs to a CSV file. Its rows for other networks and other hardware are kept."""
     where = environment(device)
-    told = {key: where[key] for key in ("torch", "commit", "command")}
-    rows = [Measured(**cost.to_dict(), hardware=where["device"], **told) for cost in costs]
+    told: dict[str, Any] = {"torch": where.torch, "commit": where.commit, "command": where.command}
+    rows = [Measured(**cost.to_dict(), hardware=where.device, **told) for cost in costs]
     merge_rows(path, Measured, rows, key=("model", "batch_size", "optimizer", "hardware"))
 
 

@@ -19,6 +19,7 @@ from dirprune._support.rates import set_lr
 from dirprune.connect.batchnorm import batchnorms, estimate_statistics
 from dirprune.lab.data.loader import Batching, Loader
 from dirprune.lab.methods.method import Method
+from dirprune.lab.records.columns import Amount, Fraction, Number, Percent
 from dirprune.lab.training.execution import Execution, PlainScoring, Scoring, Tally, make_scoring, make_step
 from dirprune.lab.training.lean import lowered
 from dirprune.lab.training.processes import Process
@@ -36,17 +37,17 @@ class EpochRecord:
     ‖w‖₂/‖w‖₁ over all parameters, at least d^-½.
     """
 
-    epoch: int
-    lr: float
+    epoch: Number
+    lr: Amount
     train_loss: float
-    train_accuracy: float
+    train_accuracy: Percent
     test_loss: float
-    test_accuracy: float
-    sparsity: float
-    weight_sparsity: float
-    norm_ratio: float
-    train_seconds: float
-    test_seconds: float
+    test_accuracy: Percent
+    sparsity: Fraction
+    weight_sparsity: Fraction
+    norm_ratio: Amount
+    train_seconds: Amount
+    test_seconds: Amount
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

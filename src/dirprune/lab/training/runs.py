@@ -28,7 +28,9 @@ from dirprune import SparsityReport
 from dirprune.lab import trust
 from dirprune.lab.data import ON_DISK, data_root
 from dirprune.lab.records import checkpoint, provenance
-from dirprune.lab.records.files import LOCK, InUse, as_read, locked, taken, to_json, write_json, write_text
+from dirprune.lab.records.columns import Amount, record
+from dirprune.lab.records.files import LOCK, InUse, as_read, locked, read_json, taken, to_json, write_json, write_text
+from dirprune.lab.records.provenance import Session
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe, differing
 from dirprune.zeros import LayerSparsity
@@ -63,8 +65,20 @@ class Outcome:
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Outcome:
         """Return the outcome with these values from `to_dict`; in old files, zero channels were not counted."""
-        layers = tuple(LayerSparsity(**{**each, "shape": tuple(each["shape"])}) for each in values["layers"])
-        return Outcome(SparsityReport(layers) if layers else None, values["diverged"], values["peak_memory_mib"])
+        found = record(_Ended, values)
+        for layer in found.layers:
+            if min(layer.shape, default=0) < 0 or not 0 <= layer.zeros <= math.prod(layer.shape):
+                raise ValueError(f"{layer.name} of shape {layer.shape} cannot have {layer.zeros} zeros")
+        return Outcome(SparsityReport(found.layers) if found.layers else None, found.diverged, found.peak_memory_mib)
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """The content of outcome.json."""
+
+    diverged: str
+    peak_memory_mib: Amount | None
+    layers: tuple[LayerSparsity, ...]
 
 
 @dataclass(frozen=True)
@@ -103,12 +117,23 @@ class Run:
         if lines and not _is_whole(lines[-1]):
             lines.pop()
         records: list[EpochRecord] = []
-        try:
-            records.extend(_record(json.loads(line)) for line in lines)
-        except (ValueError, TypeError, AttributeError) as error:
-            number = len(records) + 1
-            raise ValueError(f"line {number} of {path} is not an epoch record: {error}; correct it by hand") from error
+        for number, line in enumerate(lines, start=1):
+            try:
+                found = record(EpochRecord, json.loads(line))
+                self._check_place(found.epoch, after=records[-1].epoch if records else 0)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"line {number} of {path} is not an epoch record: {error}; correct it by hand"
+                ) from error
+            records.append(found)
         return records
+
+    def _check_place(self, epoch: int, *, after: int) -> None:
+        """Raise unless a record of this epoch may follow one of the epoch ``after``."""
+        if epoch <= after:
+            raise ValueError(f"epoch {epoch} follows epoch {after}")
+        if epoch > self.recipe.epochs:
+            raise ValueError(f"epoch {epoch} is not one of the run's {self.recipe.epochs}")
 
     def locked(self) -> AbstractContextManager[None]:
         """Lock the run, so that no second job can train it."""
@@ -152,38 +177,56 @@ class Run:
 
     def outcome(self) -> Outcome | None:
         """Return how the run ended, or None if it has not."""
-        path = self.folder / "outcome.json"
+        path, remedy = self.folder / "outcome.json", "delete it, and `dirprune resume` writes it again"
+        if not path.exists():
+            return None
+        values = read_json(path, dict, remedy)
         try:
-            return Outcome.from_dict(json.loads(path.read_text())) if path.exists() else None
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} cannot be read as an outcome: {error}; delete it, and `dirprune resume` writes it again"
-            ) from error
+            return Outcome.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read as an outcome: {error}; {remedy}") from error
 
     def conclude(self, outcome: Outcome) -> None:
         """Write how the run ended to outcome.json."""
         write_json(self.folder / "outcome.json", outcome.to_dict())
 
-    def sessions(self) -> list[dict[str, Any]]:
-        """Return the environment of each session that trained here: versions, hardware, commit and command."""
+    def sessions(self) -> list[Session]:
+        """Return the sessions that trained here: versions, hardware, commit and command."""
         return provenance.sessions(self.folder)
 
-    def noted(self, key: str) -> str:
-        """Return the sessions' distinct values of a key, joined by semicolons: "GPU one; GPU two"."""
-        return "; ".join(dict.fromkeys(str(session[key]) for session in self.sessions() if key in session))
+    def read(self) -> History:
+        """Return what the files of the run say."""
+        return History(self.folder, self.recipe, tuple(self.records()), self.outcome(), tuple(self.sessions()))
 
     def last_root(self) -> Path | None:
         """Return the data folder of the last session; None if it was not recorded or no longer exists."""
-        sessions = self.sessions()
-        noted = sessions[-1].get("data") if sessions else None
+        sessions: list[Session] = []
+        with suppress(ValueError):  # the data may be found without it
+            sessions = self.sessions()
+        noted = sessions[-1].data if sessions else ""
         return Path(noted) if noted and Path(noted).is_dir() else None
 
     def note_session(self, device: torch.device, world_size: int, root: Path | None, examples: int) -> None:
         """Add this session to environment.json, with the data folder and the number of training examples."""
         told = root is not None or self.recipe.task.data in ON_DISK
         where = str(data_root(root).resolve()) if told else ""
-        made = {**provenance.environment(device, world_size), "data": where, "examples": examples}
+        made = replace(provenance.environment(device, world_size), data=where, examples=examples)
         provenance.note_session(self.folder, made)
+
+
+@dataclass(frozen=True)
+class History:
+    """What the files of a run said when they were read, each of them once."""
+
+    folder: Path
+    recipe: Recipe
+    records: tuple[EpochRecord, ...]
+    outcome: Outcome | None
+    sessions: tuple[Session, ...]
+
+    def told(self, name: str) -> str:
+        """Return the sessions' distinct values of a field, joined by semicolons: "GPU one; GPU two"."""
+        return "; ".join(dict.fromkeys(str(value) for session in self.sessions if (value := getattr(session, name))))
 
 
 def create(folder: Path, recipe: Recipe) -> Run:
@@ -315,15 +358,9 @@ def parameters_in(state: checkpoint.State) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if first[tensor.data_ptr() or name] == name}
 
 
-def _record(values: dict[str, Any]) -> EpochRecord:
-    """Return the record of a line of metrics.jsonl, in which null stands for NaN."""
-    known: dict[str, Any] = {name: math.nan if value is None else value for name, value in values.items()}
-    return EpochRecord(**known)
-
-
 def _is_whole(line: str) -> bool:
     try:
         json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return False
     return True

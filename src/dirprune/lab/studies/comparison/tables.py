@@ -30,7 +30,7 @@ from dirprune.lab.text import NOTHING, duration
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe
 from dirprune.lab.training.recipes import departures
-from dirprune.lab.training.runs import Outcome, Run
+from dirprune.lab.training.runs import History, Outcome
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ class Row:
         return Point(self.method, self.setting, self.seed, self.sparsity, self.test_accuracy)
 
     @staticmethod
-    def of(run: Run, outcome: Outcome) -> Row:
-        """Return the row of a run that ended with ``outcome``.
+    def of(run: History) -> Row:
+        """Return the row of a run that has ended.
 
         Raises:
             ValueError: the records do not include the last epoch, whose numbers the row needs.
         """
-        pruner, records = run.recipe.pruner, run.records()
+        pruner, records, outcome = run.recipe.pruner, run.records, run.outcome or Outcome()
         last = records[-1] if records else None
         reached = last.epoch if last else 0
         if reached < run.recipe.epochs and not outcome.diverged:
@@ -104,8 +104,8 @@ class Row:
             peak_memory_mib=_number(outcome.peak_memory_mib),
             epochs=len(records),
             diverged=outcome.diverged,
-            commit=run.noted("commit"),
-            device=run.noted("device"),
+            commit=run.told("commit"),
+            device=run.told("device"),
             recipe=shared(run.recipe),
         )
 
@@ -193,10 +193,10 @@ def read(out: Path) -> list[Ended]:
     """Return the runs of a folder that have ended, by method (ours first), knob and seed."""
     found = noted(out)
     for config in (out / "runs").glob("*/config.json"):
-        run = runs.load(config.parent)
-        if (outcome := run.outcome()) is not None:
-            row = Row.of(run, outcome)
-            bars = layer_bars(row.title, outcome.zeros) if outcome.zeros else []
+        run = runs.load(config.parent).read()
+        if run.outcome is not None:
+            row = Row.of(run)
+            bars = layer_bars(row.title, run.outcome.zeros) if run.outcome.zeros else []
             found.append(Ended(row, tuple(bars)))
     order = {name: place for place, name in enumerate(CONTESTANTS)}
 

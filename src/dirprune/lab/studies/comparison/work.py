@@ -67,8 +67,7 @@ def compare(
         else:
             missing.append((number, Planned(out / "runs" / run_name(recipe), recipe)))
     for step in series([each for _, each in missing], device=device, root=root, stopping=stopping):
-        outcome = step.run.outcome() if step.ended else None
-        row = Row.of(step.run, outcome) if outcome else None
+        row = Row.of(step.run.read()) if step.ended else None
         yield Progress(missing[step.number - 1][0], step.epoch, step.note, row)
 
 

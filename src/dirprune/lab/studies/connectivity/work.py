@@ -345,7 +345,7 @@ def _summarise(job: _Job) -> None:
     config = json.loads((job.out / "config.json").read_text())
     summary: dict[str, Any] = {
         "config": config,
-        "sessions": provenance.sessions(job.out),
+        "sessions": [asdict(each) for each in provenance.sessions(job.out)],
         "distance": (flatten(job.end) - flatten(job.start)).double().norm().item(),
         "sparsity": [(flatten(w) == 0).double().mean().item() for w in (job.start, job.end)],
         **{path: facts_of(profile) for path, profile in profiles(job.out).items()},

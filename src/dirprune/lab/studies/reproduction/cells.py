@@ -157,7 +157,7 @@ def setting_of(run: Trajectory) -> Setting:
     entry = run.entry
     if entry.optimizer == "sgd":
         return Setting(entry.recipe, "sgd")
-    return Setting(entry.recipe, entry.optimizer, float(entry.c), float(entry.mu))
+    return Setting(entry.recipe, entry.optimizer, entry.c, entry.mu)
 
 
 def value(record: EpochRecord, metric: str) -> float:

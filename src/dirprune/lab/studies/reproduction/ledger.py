@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from dirprune.lab.data import WHOLE
-from dirprune.lab.records.files import locked
-from dirprune.lab.records.tables import read_rows, write_rows
+from dirprune.lab.records.columns import Column, Count, Number
+from dirprune.lab.records.files import locked, write_text
+from dirprune.lab.records.provenance import Session
+from dirprune.lab.records.tables import as_text, read_rows
 from dirprune.lab.training import runs
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.lab.training.recipe import FREE_TO_CHANGE
 from dirprune.lab.training.recipes import departures
+from dirprune.lab.training.runs import History
 
 CHOICES = {"name", "optimizer", "c", "mu", "seed"} | FREE_TO_CHANGE
 """Fields in which a run may differ and still follow its recipe: the axes of the published tables, and free fields."""
@@ -35,13 +38,13 @@ class Entry:
     run: str
     recipe: str
     optimizer: str
-    c: str
-    mu: str
+    c: float | None
+    mu: float | None
     seed: int
     departs: str
-    epochs_done: int
-    epochs: int
-    complete: str
+    epochs_done: Count
+    epochs: Number
+    complete: Annotated[str, Column(valid=("yes", "no", "diverged"))]
     hardware: str
     torch: str
     commit: str
@@ -57,8 +60,8 @@ class Origin:
     dataset: str
     model: str
     optimizer: str
-    c: str
-    mu: str
+    c: float | None
+    mu: float | None
     seed: int
 
 
@@ -81,7 +84,7 @@ def collect(folders: Iterable[Path], results: Path) -> list[str]:
     A run is identified by its recipe, optimizer, c, μ, seed and departures. If it is collected again, it replaces its
     rows, unless the ledger already holds more epochs of it. Collecting twice therefore changes nothing.
     """
-    every = [_trajectory(runs.load(folder)) for folder in folders]
+    every = [_trajectory(runs.load(folder).read()) for folder in folders]
     with locked(results, wait=True):  # another job may collect at the same time
         known = {trajectory.entry.run: trajectory for trajectory in read(results)}
         taken = []
@@ -92,8 +95,11 @@ def collect(folders: Iterable[Path], results: Path) -> list[str]:
                 taken.append(name)
         # Epochs first: after a crash in between, a ledger entry without epochs would count as a trained run.
         epochs = [epoch for trajectory in known.values() for epoch in trajectory.epochs]
-        write_rows(results / "trajectories.csv", Epoch, epochs)
-        write_rows(results / "ledger.csv", Entry, [trajectory.entry for trajectory in known.values()])
+        tables = (results / "trajectories.csv", results / "ledger.csv")
+        entries = [trajectory.entry for trajectory in known.values()]
+        texts = as_text(tables[0], Epoch, epochs), as_text(tables[1], Entry, entries)  # both, before either is replaced
+        for path, text in zip(tables, texts, strict=True):
+            write_text(path, text)
     return taken
 
 
@@ -105,10 +111,10 @@ def read(results: Path) -> list[Trajectory]:
     return [Trajectory(entry, tuple(epochs.get(entry.run, ()))) for entry in read_rows(results / "ledger.csv", Entry)]
 
 
-def _trajectory(run: runs.Run) -> Trajectory:
-    """Return the ledger entry and the epochs of a run directory."""
-    recipe, records, options = run.recipe, run.records(), run.recipe.values()
-    c, mu = (f"{options[name]:g}" if name in options else "" for name in ("c", "mu"))
+def _trajectory(run: History) -> Trajectory:
+    """Return the ledger entry and the epochs of a run."""
+    recipe, options = run.recipe, run.recipe.values()
+    c, mu = (float(f"{options[name]:g}") if name in options else None for name in ("c", "mu"))
     departs = " ".join(filter(None, [departures(recipe, CHOICES), _part_of_the_data(run)]))
     name = f"{recipe.name}/{recipe.optimizer.tag}/seed{recipe.seed} {departs}".rstrip()
     entry = Entry(
@@ -119,30 +125,29 @@ def _trajectory(run: runs.Run) -> Trajectory:
         mu=mu,
         seed=recipe.seed,
         departs=departs,
-        epochs_done=len(records),
+        epochs_done=len(run.records),
         epochs=recipe.epochs,
-        complete=_ended(run, len(records)),
+        complete=_ended(run),
         **_circumstances(run),
     )
     origin = (name, recipe.task.data, recipe.model, recipe.optimizer.name, c, mu, recipe.seed)
-    return Trajectory(entry, tuple(Epoch(*origin, **_rounded(record)) for record in records))
+    return Trajectory(entry, tuple(Epoch(*origin, **_rounded(record)) for record in run.records))
 
 
-def _part_of_the_data(run: runs.Run) -> str:
+def _part_of_the_data(run: History) -> str:
     """Return "examples=20" for a run on part of its data set. Old runs did not record the number, and give ""."""
     whole = WHOLE.get(run.recipe.task.data)
-    seen = {session["examples"] for session in run.sessions() if "examples" in session}
+    seen = {session.examples for session in run.sessions if session.examples is not None}
     if whole is None or run.recipe.task.validation or seen <= {whole}:
         return ""
     return f"examples={min(seen)}"
 
 
-def _ended(run: runs.Run, epochs: int) -> str:
+def _ended(run: History) -> str:
     """Return "yes" for a run of full length, "diverged" for one that diverged, "no" for one that is unfinished."""
-    if epochs == run.recipe.epochs:
+    if len(run.records) == run.recipe.epochs:
         return "yes"
-    outcome = run.outcome()
-    return "diverged" if outcome and outcome.diverged else "no"
+    return "diverged" if run.outcome and run.outcome.diverged else "no"
 
 
 def _rounded(record: EpochRecord) -> dict[str, Any]:
@@ -151,13 +156,13 @@ def _rounded(record: EpochRecord) -> dict[str, Any]:
     }
 
 
-def _circumstances(run: runs.Run) -> dict[str, str]:
+def _circumstances(run: History) -> dict[str, str]:
     """Return hardware, torch version, commit, command and start of a run."""
-    first = next(iter(run.sessions()), {})
+    first = next(iter(run.sessions), Session())
     return {
-        "hardware": run.noted("device"),
-        "torch": run.noted("torch"),
-        "commit": run.noted("commit"),
-        "command": first.get("command", ""),
-        "started": first.get("time", ""),
+        "hardware": run.told("device"),
+        "torch": run.told("torch"),
+        "commit": run.told("commit"),
+        "command": first.command,
+        "started": first.time,
     }

@@ -65,6 +65,10 @@ def reproduce(
             missing = comparing.wanted(results, experiments=only or comparing.TELLING, seeds=seeds)
             kept = tuple(integers("--keep", keep)) if keep else ()
             _train_missing([recipe.but(keep=kept) for recipe in missing], runs, results, minutes, device, data)
+        if not (results / "ledger.csv").exists():
+            raise FileNotFoundError(
+                f"{results} has no ledger.csv; give --results, or train: dirprune reproduce --train"
+            )
         cells = comparing.compare(results)
         for title, rows in comparing.tables(cells).items():
             output.table(f"{title}", comparing.COLUMNS, rows, spare=comparing.SPARE)
@@ -75,8 +79,6 @@ def reproduce(
                 output.record({**asdict(cell), "mean": cell.mean, **off_by})
         for line in (*comparing.conclusion(cells), *(f"missing: {gap}" for gap in comparing.missing(cells))):
             output.tell(line)
-        if not (results / "ledger.csv").exists():
-            say(f"{results} has no ledger.csv; give --results, or train: dirprune reproduce --train")
         if page:
             output.tell(f"page: {reproduction_page.write_page(results, docs)}")
 

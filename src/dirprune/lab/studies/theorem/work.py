@@ -122,7 +122,7 @@ def report(
 def values(findings: Sequence[Finding], *, seed: int) -> list[Value]:
     """Return the lines of theory.csv."""
     here = environment(torch.device("cpu"))
-    made = (seed, here["command"], here["commit"], here["device"])
+    made = (seed, here.command, here.commit, here.device)
     return [
         Value(found.part, found.row.gamma, found.row.t, quantity, float(value), *made)
         for found in findings
