@@ -401,7 +401,7 @@ import re, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from dirprune.optim.fused import BLOCK, CHUNK, _COMPILATION, _grda_kernel as kernel
-chosen = dict(PARAM=tl.float32, GRAD=tl.float32, STATE=tl.float32, ALIGNED=True, CHUNK=CHUNK, BLOCK=BLOCK)
+chosen = dict(PARAM=tl.float32, GRAD=tl.float32, STATE=tl.float32, ALIGNED=True, SHAPE='soft', CHUNK=CHUNK, BLOCK=BLOCK)
 kinds = {name: chosen.get(name, False) for name in kernel.arg_names if name.isupper()}
 signature = {name: "constexpr" if name in kinds else "*i32" for name in kernel.arg_names} | {"table": "*i64"}
 constants = {(kernel.arg_names.index(name),): value for name, value in kinds.items()}

@@ -32,7 +32,7 @@ _COMPILATION = {"num_warps": 4, "enable_fp_fusion": True}
 """Fused multiply-add rounds once, as in torch's own CUDA kernels."""
 _SPARES = 4
 """Tables allocated ahead, since a capture may not allocate: this many captures can follow one uncaptured step."""
-_COLUMNS = tl.constexpr(7)  # param, grad, accumulator, momentum buffer, elements, step, threshold
+_COLUMNS = tl.constexpr(8)  # param, grad, accumulator, momentum buffer, pruned, elements, step, threshold
 _HEADER = tl.constexpr(5)  # lr, c, mu, momentum, weight decay, as float64
 _DTYPE, _KIND = attrgetter("dtype"), attrgetter("device", "dtype")
 _TRITON = {
@@ -89,6 +89,7 @@ def _take(  # type: ignore[no-untyped-def]
     grad,
     accumulator,
     buffer,
+    pruned,
     offsets,
     inside,
     other,
@@ -100,6 +101,8 @@ def _take(  # type: ignore[no-untyped-def]
     NESTEROV: tl.constexpr,
     WEIGHT_DECAY: tl.constexpr,
     MAXIMIZE: tl.constexpr,
+    PRUNED: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Step the elements at ``offsets``, or only those ``inside`` the tensor.
 
@@ -117,9 +120,15 @@ def _take(  # type: ignore[no-untyped-def]
         tl.store(buffer + offsets, velocity, mask=inside)
         g = g + velocity * momentum if NESTEROV else velocity
     v = tl.load(accumulator + offsets, mask=inside, other=other, eviction_policy="evict_first") - lr * g
+    if PRUNED:
+        v = tl.where(tl.load(pruned + offsets, mask=inside, other=other) != 0, 0.0, v)
     tl.store(accumulator + offsets, v, mask=inside, eviction_policy="evict_first")
     # Written so that |v| ≤ τ gives +0.0 and a NaN stays one.
-    w = tl.where(v > bound, v - bound, tl.where(v < -bound, v + bound, tl.where(v == v, 0.0, v)))
+    if SHAPE == "soft":
+        w = tl.where(v > bound, v - bound, tl.where(v < -bound, v + bound, tl.where(v == v, 0.0, v)))
+    else:
+        left = v - bound * bound / tl.where(v == 0.0, 1.0, v) if SHAPE == "garrote" else v
+        w = tl.where(tl.abs(v) <= bound, 0.0, left)
     w = w.to(PARAM)
     if PARAM != STATE:  # a value that underflows in the cast keeps its sign
         w = tl.where(w == 0.0, 0.0, w)
@@ -142,6 +151,8 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
     NESTEROV: tl.constexpr,
     WEIGHT_DECAY: tl.constexpr,
     MAXIMIZE: tl.constexpr,
+    PRUNED: tl.constexpr,
+    SHAPE: tl.constexpr,
     LR_TENSOR: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -154,11 +165,12 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
     accumulator = _pointer(row + 2, STATE, ALIGNED)
     buffer = _pointer(row + 3, STATE, ALIGNED) if MOMENTUM else accumulator
     first = tl.load(chunk_index + program).to(tl.int64) * CHUNK
-    elements = tl.load(row + 4)
+    pruned = _pointer(row + 4, tl.int8, False) if PRUNED else accumulator
+    elements = tl.load(row + 5)
 
     lr = tl.load(lr_address).to(tl.float64) if LR_TENSOR else _float64(table)
-    step = _pointer(row + 5, tl.float64, False)
-    threshold = _pointer(row + 6, tl.float64, False)
+    step = _pointer(row + 6, tl.float64, False)
+    threshold = _pointer(row + 7, tl.float64, False)
     n = tl.load(step) + 1.0
     tau = _grown(table, lr, n, tl.load(threshold))
 
@@ -170,13 +182,13 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
     if first + CHUNK <= elements:
         for start in range(0, CHUNK, BLOCK):
             offsets = first + start + tl.arange(0, BLOCK)
-            _take(param, grad, accumulator, buffer, offsets, None, None,
-                  gamma, bound, m, decay, MOMENTUM, NESTEROV, WEIGHT_DECAY, MAXIMIZE)  # fmt: skip
+            _take(param, grad, accumulator, buffer, pruned, offsets, None, None,
+                  gamma, bound, m, decay, MOMENTUM, NESTEROV, WEIGHT_DECAY, MAXIMIZE, PRUNED, SHAPE)  # fmt: skip
     else:
         for start in range(0, CHUNK, BLOCK):
             offsets = first + start + tl.arange(0, BLOCK)
-            _take(param, grad, accumulator, buffer, offsets, offsets < elements, 0.0,
-                  gamma, bound, m, decay, MOMENTUM, NESTEROV, WEIGHT_DECAY, MAXIMIZE)  # fmt: skip
+            _take(param, grad, accumulator, buffer, pruned, offsets, offsets < elements, 0.0,
+                  gamma, bound, m, decay, MOMENTUM, NESTEROV, WEIGHT_DECAY, MAXIMIZE, PRUNED, SHAPE)  # fmt: skip
 
     # Every program of a tensor has read n and τ before it reports here; the last one to report writes them.
     tl.debug_barrier()
@@ -253,6 +265,8 @@ class Launcher:
             "NESTEROV": rule.nesterov,
             "WEIGHT_DECAY": rule.weight_decay != 0,
             "MAXIMIZE": rule.maximize,
+            "PRUNED": bool(tensors.pruned),
+            "SHAPE": rule.shape,
             "LR_TENSOR": isinstance(lr, Tensor),
         }
         scalars = [0.0 if isinstance(lr, Tensor) else lr, rule.c, rule.mu, rule.momentum, rule.weight_decay]
@@ -266,7 +280,7 @@ class Launcher:
             table = self._send([*map(_bits, scalars), *(cell for row in rows for cell in row)], device)
             types = {"PARAM": _TRITON[param_dtype], "GRAD": _TRITON[grad_dtype], "STATE": _TRITON[state_dtype]}
             aligned = all(address % 16 == 0 for row in rows for address in row[:4])
-            chunks = self._map(tuple(row[4] for row in rows), device)
+            chunks = self._map(tuple(row[5] for row in rows), device)
             rate = lr if isinstance(lr, Tensor) else table
             launches.append(_Launch((table, *chunks, rate), {**types, **flags, "ALIGNED": aligned}))
         return launches, moved
@@ -276,11 +290,12 @@ class Launcher:
         p, grad, v = (tensors[k][i] for k in range(3))
         buffer = tensors.buffers[i] if tensors.buffers else v
         step, threshold = tensors.steps[i], tensors.thresholds[i]
-        check_devices(p, grad, v, buffer, step, threshold)
+        pruned = tensors.pruned[i] if tensors.pruned else v
+        check_devices(p, grad, v, buffer, pruned, step, threshold)
         w, g = (t if _same_layout(t, v) else torch.empty_like(v, dtype=t.dtype).copy_(t) for t in (p, grad))
         if w is not p or g is not grad:
             moved.append((p, w, g))
-        return [*(t.data_ptr() for t in (w, g, v, buffer)), v.numel(), step.data_ptr(), threshold.data_ptr()]
+        return [*map(Tensor.data_ptr, (w, g, v, buffer, pruned)), v.numel(), step.data_ptr(), threshold.data_ptr()]
 
     def _map(self, sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
         """Return the tensor and the chunk of each program, the number of programs per tensor, and arrival counters."""
@@ -324,13 +339,13 @@ class Launcher:
 
 def _whereabouts(tensors: Tensors) -> Iterator[list[Any]]:
     """Yield all that decides where the kernel reads and writes; with `map`, because it runs in every step."""
-    for per_element in tensors[:4]:
+    for per_element in (*tensors[:4], tensors.pruned):
         yield list(map(Tensor.data_ptr, per_element))
     yield list(map(Tensor.numel, tensors.params))
     for replaceable in tensors[:2]:  # others may replace parameters and gradients
         yield list(map(Tensor.stride, replaceable))
         yield list(map(_DTYPE, replaceable))
-    for scalars in tensors[4:]:  # kept alive while their addresses are in use, so identity is enough
+    for scalars in tensors[4:6]:  # kept alive while their addresses are in use, so identity is enough
         yield list(map(id, scalars))
 
 

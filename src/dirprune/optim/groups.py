@@ -15,12 +15,14 @@ _NORM = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 _WITH_NORM = re.compile(r"[Nn]orm(?![a-z])")  # but not Normalize or Enormous
 
 
-def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias", "norm")) -> list[dict[str, Any]]:
-    """Return parameter groups for `GRDA`: one to prune with ``c``, and one that stays dense with ``c = 0``.
+def prunable_groups(
+    model: nn.Module, c: float | None = None, exempt: Sequence[str] = ("bias", "norm")
+) -> list[dict[str, Any]]:
+    """Return parameter groups for `GRDA`: one to prune, and one that stays dense with ``c = 0``.
 
     Args:
         model: the module whose parameters are grouped; the groups keep their names.
-        c: the pruning strength of all parameters that are not exempt.
+        c: the pruning strength of all parameters that are not exempt; by default the optimizer's, or its target's.
         exempt: any of ``"bias"`` (every parameter whose name says bias), ``"norm"`` (the parameters of normalisation
             layers), and patterns of parameter names such as ``"head.*"``.
 
@@ -30,9 +32,7 @@ def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias",
         [(0.001, 1), (0.0, 3)]
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model={reprlib.repr(model)} is not a module; pass the model itself, prunable_groups(model, c)"
-        )
+        raise ValueError(f"model={reprlib.repr(model)} is not a module; pass the model itself, prunable_groups(model)")
     if isinstance(exempt, str):
         raise ValueError(f"exempt={exempt!r} is a string; give a sequence of them, e.g. exempt=({exempt!r},)")
     names = [name for name, _ in model.named_parameters()]
@@ -55,7 +55,8 @@ def prunable_groups(model: nn.Module, c: float, exempt: Sequence[str] = ("bias",
             kept_dense.update(matches)
     prunable = [(name, p) for name, p in model.named_parameters() if p not in kept_dense]
     dense = [(name, p) for name, p in model.named_parameters() if p in kept_dense]
-    groups: list[dict[str, Any]] = [{"params": prunable, "c": c}, {"params": dense, "c": 0.0}]
+    strength = {} if c is None else {"c": c}
+    groups: list[dict[str, Any]] = [{"params": prunable, **strength}, {"params": dense, "c": 0.0}]
     return [group for group in groups if group["params"]]
 
 

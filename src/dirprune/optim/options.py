@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from dirprune._support.rates import number
+from dirprune.optim.threshold import SHAPES
 
 MACHINE = ("foreach", "fused", "capturable")
 """Options that say how a step is executed on this machine."""
-MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize")
+MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize", "shape")
 """Options that say what a step computes."""
 _NUMBERS = {"lr": 0.1, "c": 5e-4, "mu": 0.51, "momentum": 0.9, "weight_decay": 5e-4}  # with an example value of each
 _ROUNDING = 1e-12
@@ -57,6 +58,12 @@ def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
     # At μ ≤ 1 the first step's growth, at a rate that stays, is the largest.
     if lr > 0 and math.log(max(c, 1.0)) + (mu + 0.5) * math.log(lr / (1 - momentum)) > _LOG_LARGEST:
         raise ValueError(f"lr={lr} and c={c} give a threshold beyond the range of float64; give smaller ones")
+    if options["shape"] not in SHAPES:
+        raise ValueError(f"shape={options['shape']!r} is not known; take one of {', '.join(SHAPES)}")
+    if options["plan"] is not None and c not in (0.0, 1.0):
+        raise ValueError(
+            f"c={c} has no effect beside a target, which moves the threshold; leave it alone, or give no target"
+        )
     if options["foreach"] and options["fused"]:
         raise ValueError("foreach=True and fused=True exclude each other; give one of them, or neither for the default")
 

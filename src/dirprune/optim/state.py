@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dirprune._support.rates import number, set_lrs
-from dirprune.optim.options import MACHINE, MATHEMATICS, check_options
+from dirprune.optim.options import MACHINE, check_options
+from dirprune.optim.target import Plan
+from dirprune.optim.threshold import grow_back, shrink
 
-_PER_ELEMENT = ("accumulator", "momentum_buffer")
+_PER_ELEMENT = ("accumulator", "momentum_buffer", "pruned")
 _PER_PARAMETER = ("step", "threshold")
 _SHAPE = attrgetter("shape")
 
@@ -56,9 +58,13 @@ class Loading:
         """Put the copies in the place of what torch has cast, and give the groups the options of this machine."""
         rates = [number(group["lr"]) for group in optimizer.param_groups]
         for group, own in zip(optimizer.param_groups, self._machine, strict=True):
-            for key in MATHEMATICS:
-                group.setdefault(key, optimizer.defaults[key])
+            for key, value in optimizer.defaults.items():
+                group.setdefault(key, value)
             group.update(own)
+        plan = optimizer.param_groups[0]["plan"]
+        plan = Plan.from_dict(plan) if isinstance(plan, dict) else plan
+        for options in (optimizer.defaults, *optimizer.param_groups):
+            options["plan"] = plan
         set_lrs(optimizer.param_groups, rates)
         for p, state in self._loaded.items():
             put_state(optimizer.state[p], self._states.get(p, {}), state)
@@ -86,11 +92,23 @@ def check_state(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> Non
                 f"state_dict is not one of GRDA's: group {index} has no {', '.join(missing)}; start a new GRDA on the "
                 "trained weights instead"
             )
+        _check_plan(group["plan"], saved)
         check_options({**group, **saved, **{key: group[key] for key in MACHINE}})
         for saved_id, p in zip(saved["params"], group["params"], strict=True):
             state = state_dict["state"].get(saved_id)
             if state:
                 _check_parameter_state(state, saved_id, p)
+
+
+def _check_plan(own: Plan | None, saved: dict[str, Any]) -> None:
+    plan = saved.get("plan", own)
+    if isinstance(plan, dict):
+        Plan.from_dict(plan)
+    elif plan is not own:
+        raise ValueError(
+            f"state_dict was saved without a target, and this optimizer has target={getattr(own, 'target', None)}; "
+            "load it into one without, or start a new one on the trained weights"
+        )
 
 
 def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor) -> None:
@@ -123,7 +141,8 @@ def _place_state(saved: dict[str, Any], p: Tensor, scalar_device: torch.device) 
     for key in _PER_ELEMENT:
         if saved.get(key) is not None:
             # The kernel needs the parameter's memory layout; the model that was saved may have had another one.
-            placed[key] = torch.empty_like(p.detach(), dtype=accumulator_dtype(p)).copy_(saved[key].detach())
+            dtype = torch.bool if key == "pruned" else accumulator_dtype(p)
+            placed[key] = torch.empty_like(p.detach(), dtype=dtype).copy_(saved[key].detach())
     for key in _PER_PARAMETER:
         placed[key] = torch.as_tensor(saved[key], dtype=torch.float64, device=scalar_device).detach().clone()
     return placed
@@ -172,13 +191,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def adopt_weights(p: Tensor, state: dict[str, Any]) -> None:
+def adopt_weights(p: Tensor, state: dict[str, Any], shape: str) -> None:
     """Move the accumulator to the nearest value that gives the present weights of p.
 
-        v ← argmin |u − v| over the u with sign(u)·max(|u| − τ, 0) = w
+        v ← argmin |u − v| over the u of which the threshold leaves w; for "soft", sign(u)·max(|u| − τ, 0) = w
 
-    This is w + sign(w)·τ where w ≠ 0, and v clipped to ±τ where w = 0 (0 if v is NaN). Where v already gives w, after
-    rounding to the precision of the weights, it stays.
+    For "soft" this is w + sign(w)·τ where w ≠ 0, and v clipped to ±τ where w = 0 (0 if v is NaN). Where v already gives
+    w, after rounding to the precision of the weights, it stays.
     """
     w, v = local(p), local(state["accumulator"])
     check_shapes([w], [v])
@@ -186,5 +205,25 @@ def adopt_weights(p: Tensor, state: dict[str, Any]) -> None:
     tau = state["threshold"].to(v)
     inside = v.clamp(-tau, tau)
     wide = w.to(v.dtype)
-    nearest = torch.where(wide == 0, inside.nan_to_num(nan=0.0), wide + wide.sign() * tau)
-    v.copy_(torch.where((v - inside).to(w.dtype) == w, v, nearest))
+    nearest = torch.where(wide == 0, inside.nan_to_num(nan=0.0), grow_back(wide, tau, shape))
+    given = torch.empty_like(w)
+    shrink(v, tau, shape, out=given)
+    v.copy_(torch.where(given == w, v, nearest))
+
+
+@torch.no_grad()
+def fix_zeros(p: Tensor, state: dict[str, Any], zeros: Tensor, tau: Tensor, shape: str) -> None:
+    """Make these weights zero for good; what a threshold leaves of the others is their accumulator from now on.
+
+    Of those that it would make zero as well, because it ran ahead of the plan, the smallest number stays.
+    """
+    w, v = local(p), local(state["accumulator"])
+    left = torch.empty_like(v)
+    shrink(v, tau.to(v), shape, out=left)
+    least = torch.finfo(w.dtype).tiny
+    left = torch.where(left.abs() < least, torch.where(v < 0, -least, least), left)
+    v.copy_(left.masked_fill_(zeros, 0.0))
+    w.copy_(v)
+    state["pruned"] = torch.zeros_like(state["accumulator"], dtype=torch.bool)
+    local(state["pruned"]).copy_(zeros)
+    state["threshold"].zero_()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dirprune.optim.options import MATHEMATICS
-from dirprune.optim.threshold import ZERO, are_numbers, grow_thresholds, soft_threshold
+from dirprune.optim.threshold import ZERO, are_numbers, grow_thresholds, shrink
 
 
 class Tensors(NamedTuple):
@@ -27,6 +27,8 @@ class Tensors(NamedTuple):
     steps: list[Tensor]
     thresholds: list[Tensor]
     """Like the steps float64 scalars: on the host, or on the parameters' device, where no step waits for the host."""
+    pruned: list[Tensor]
+    """True where a weight is zero for good; empty as long as none is."""
 
     def by_device(self) -> list[Tensors]:
         """Split the lists by the device of the parameters; usually there is one device."""
@@ -51,11 +53,13 @@ class Rule(NamedTuple):
     nesterov: bool = False
     weight_decay: float = 0.0
     maximize: bool = False
+    shape: str = "soft"
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> Rule:
-        """Return the rule of a parameter group."""
-        return cls(*[group[name] for name in MATHEMATICS])
+        """Return the rule of a parameter group; where there is a target, its plan moves the threshold."""
+        rule = cls(*[group[name] for name in MATHEMATICS])
+        return rule if group["plan"] is None else rule._replace(c=0.0)
 
 
 def take_step(tensors: Tensors, rule: Rule, *, foreach: bool = False, capturable: bool = False) -> None:
@@ -88,7 +92,9 @@ def _step_each(tensors: Tensors, taus: Sequence[Tensor] | list[float], rule: Rul
             v.sub_(grad.to(v.dtype) * (lr.to(v) if isinstance(lr, Tensor) else lr))
         else:
             v.add_(grad, alpha=-float(lr))
-        soft_threshold(v, tau, out=param)
+        if tensors.pruned:
+            v.masked_fill_(tensors.pruned[i], 0.0)
+        shrink(v, tau, rule.shape, out=param)
 
 
 def _add_scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -110,6 +116,12 @@ def _step_together(tensors: Tensors, taus: list[float], rule: Rule) -> None:
         torch._foreach_add_(buffers, directions)
         directions = list(torch._foreach_add(directions, buffers, alpha=rule.momentum)) if rule.nesterov else buffers
     torch._foreach_add_(vs, directions, alpha=-float(rule.lr))
+    for v, pruned in zip(vs, tensors.pruned, strict=False):
+        v.masked_fill_(pruned, 0.0)
+    if rule.shape != "soft":
+        for p, v, tau in zip(params, vs, taus, strict=True):
+            shrink(v, tau, rule.shape, out=p)
+        return
     # −clamp(v, −τ, τ) + v, computed in the parameters' own memory if they have the accumulator's precision.
     shrunk = [p if p.dtype == v.dtype else torch.empty_like(v) for p, v in zip(params, vs, strict=True)]
     torch._foreach_copy_(shrunk, vs)

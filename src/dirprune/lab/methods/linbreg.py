@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from dirprune.lab.data.loader import generator
 from dirprune.lab.methods.latent import Latent
-from dirprune.optim.threshold import soft_threshold
+from dirprune.optim.threshold import shrink
 
 
 class LinBreg(Latent):
@@ -65,4 +65,4 @@ class LinBreg(Latent):
 
     def sparsify(self) -> None:
         for name, weight in self.layer_weights.items():
-            soft_threshold(self.latent[name], self.lam, out=weight)
+            shrink(self.latent[name], self.lam, out=weight)

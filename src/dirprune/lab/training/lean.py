@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dirprune import GRDA
 from dirprune.lab.training.execution import Execution
-from dirprune.optim.threshold import soft_threshold
+from dirprune.optim.threshold import shrink
 
 
 class Lean:
@@ -53,7 +53,7 @@ class Lean:
         for p, group in self._members:
             state = self._optimizer.begin(p, group)
             exact = torch.empty_like(state["accumulator"])
-            soft_threshold(state["accumulator"], state["threshold"].to(exact.device), out=exact)
+            shrink(state["accumulator"], state["threshold"].to(exact.device), group["shape"], out=exact)
             p.grad, p.data = None, exact
 
 

@@ -1,0 +1,239 @@
+"""What optimizers that threshold an accumulator share: its state, the target, and how a step goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import zip_longest
+from operator import attrgetter
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from dirprune._support.graphs import is_capturing
+from dirprune._support.rates import place_lr
+from dirprune.optim.options import check_options
+from dirprune.optim.paths import check_parameters, scalar_device
+from dirprune.optim.selection import Member, Sample, smallest, summed
+from dirprune.optim.state import Loading, adopt_weights, first_state, fix_zeros, local
+from dirprune.optim.target import Plan, Progress
+
+# Read from every tensor at every step, with `map`: a Python loop would take longer than the update on the device.
+_VERSION = attrgetter("_version")
+
+
+class Thresholded(Optimizer):
+    """An optimizer that trains accumulators, and whose parameters are what a threshold leaves of them.
+
+    A subclass takes the step of a parameter group (`_step_group`). Groups with ``c = 0`` are not thresholded. The
+    target, if there is one, is an option of all groups, the same `Plan` in each.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        check_options(defaults)
+        self._launchers: dict[tuple[int, torch.device], Any] = {}
+        self._versions: list[list[int]] = []
+        self._sample: tuple[list[Tensor], Sample] | None = None
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._versions = []
+        self._sample = None
+        self.__dict__.setdefault("_launchers", {})  # kept when a state is loaded: captured graphs read their tables
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group.
+
+        With a fixed ``c`` its parameters start at threshold 0, however late they are added; with a target they join at
+        the common threshold, and have to be added before the zeros are fixed.
+        """
+        plan: Plan | None = self.defaults["plan"]
+        if plan is not None and param_group.get("c", 0.0) != 0:
+            raise ValueError(
+                f"c={param_group['c']} and target={plan.target} exclude each other; give one of them (in groups that "
+                "stay dense, c=0)"
+            )
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_options(group)
+            check_parameters(group)
+            if plan is not None and plan.is_fixed and group["c"]:
+                raise ValueError(
+                    f"the zeros of target={plan.target} were fixed after step {plan.last}, and new weights cannot join "
+                    "them; add the group earlier, or with c=0"
+                )
+        except Exception:
+            self.param_groups.pop()
+            raise
+        place_lr(group)
+
+    def plan(self, *, steps: int) -> None:
+        """Say how many steps the run takes, if this was not known when the optimizer was made with a target."""
+        plan: Plan | None = self.defaults["plan"]
+        if plan is None:
+            raise ValueError(f"steps={steps} are planned for a target, and there is none; give e.g. target=0.95")
+        if plan.step and steps != plan.steps:
+            raise ValueError(
+                f"steps={steps} comes after {plan.step} of {plan.steps} steps; call plan before the first one"
+            )
+        Plan(plan.target, steps)  # checks it
+        plan.steps = steps
+
+    def progress(self) -> Progress:
+        """Return how far the target is reached."""
+        plan: Plan | None = self.defaults["plan"]
+        if plan is None:
+            raise ValueError("progress is that of a target, and there is none; for its zeros, see sparsity(model)")
+        members = self._members()
+        counts = [count_zeros(m) for m in members]
+        total = sum(m.total for m in members)
+        share = sum(zeros * m.cost for zeros, m in zip(counts, members, strict=True)) / total if total else 0.0
+        weights = sum(m.p.numel() for m in members)
+        return Progress(plan.step, plan.length, sum(counts), weights, share, plan.target, plan.of, plan.is_fixed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the plan of a target as plain values."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            if group["plan"] is not None:
+                group["plan"] = group["plan"].to_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a copy of a state, in the precision it was saved in; it may come from another path or device.
+
+        The mathematical options (lr, c, mu, target, …) come from the saved state. The options of execution (foreach,
+        fused, capturable) stay as they are in this optimizer. If the state does not fit, nothing changes.
+        """
+        loading = Loading(self, scalar_device)
+        # torch casts every state tensor to its parameter's dtype. These two hooks undo that. The first one runs last
+        # before loading, so that it sees the state as other hooks left it. The second one runs first after loading.
+        hooks = (
+            self.register_load_state_dict_pre_hook(loading.check),
+            self.register_load_state_dict_post_hook(loading.finish, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def begin(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter of a group, creating it from the present weights if there is none.
+
+        The first step does this by itself. Call it earlier if the weights are about to be cast to a lower precision:
+        the accumulator then keeps what the cast loses.
+        """
+        state: dict[str, Any] = self.state[p]
+        if "accumulator" not in state:  # a wrapper may keep entries of its own there
+            place_lr(group)  # again: the parameters may have been on "meta" when the group was added
+            state.update(first_state(p, scalar_device(group, p)))
+        return state
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step; a closure re-evaluates the model and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not torch.compiler.is_compiling():
+            for group in self.param_groups:
+                check_options(group, wait=False)
+        self._adopt()
+        self._raise_thresholds()
+        for index, group in enumerate(self.param_groups):
+            self._step_group(index, group)
+        self._fix_zeros()
+        if not torch.compiler.is_compiling():
+            self._versions = [_versions(group) for group in self.param_groups]
+        return loss
+
+    def _step_group(self, index: int, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _adopt(self) -> None:
+        """Move the accumulators of parameters that something else has written to since the last step.
+
+        If nothing is known of that step, as after loading a state, all accumulators are compared with their weights.
+        """
+        if torch.compiler.is_compiling():
+            return
+        for index, group in enumerate(self.param_groups):
+            params, now = group["params"], _versions(group)
+            before = self._versions[index] if index < len(self._versions) else []
+            if before == now or any(is_capturing(p.device) for p in params):
+                continue
+            for p, old, new in zip_longest(params, before[: len(params)], now):
+                if old != new and "accumulator" in self.state.get(p, ()):
+                    adopt_weights(p, self.state[p], group["shape"])
+
+    def _thresholded(self) -> list[tuple[Tensor, dict[str, Any], float, float]]:
+        """Return (parameter, group, scale, cost) of all weights that a target counts."""
+        groups = [group for group in self.param_groups if group["c"]]
+        return [(p, group, 1.0, 1.0) for group in groups for p in group["params"] if p.requires_grad]
+
+    def _members(self) -> list[Member]:
+        return [
+            Member(p, local(self.begin(p, group)["accumulator"]), scale, cost)
+            for p, group, scale, cost in self._thresholded()
+        ]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _raise_thresholds(self) -> None:
+        """Follow the plan of a target, if there is one, up to the next step's threshold."""
+        plan: Plan | None = self.defaults["plan"]
+        if plan is None:
+            return
+        if any(is_capturing(p.device) for p, *_ in self._thresholded()[:1]):
+            raise RuntimeError(
+                f"a CUDA graph of this step would repeat one threshold of target={plan.target} for ever; take the step "
+                "outside the graph"
+            )
+        if plan.step == 0:
+            plan.check(self._members())
+        if plan.looks:
+            members = self._members()
+            if self._sample is None or [id(m.p) for m in members] != list(map(id, self._sample[0])):
+                self._sample = [m.p for m in members], Sample(members)
+            plan.place(self.state[members[0].p]["threshold"].device)
+            plan.aim(self._sample[1].threshold(members, plan.share(plan.step + plan.horizon)))
+        if plan.advance():
+            followers = [(self.begin(p, group)["threshold"], scale) for p, group, scale, _ in self._thresholded()]
+            scaled = [plan.threshold if scale == 1 else plan.threshold * scale for _, scale in followers]
+            torch._foreach_copy_([threshold for threshold, _ in followers], scaled)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _fix_zeros(self) -> None:
+        """Fix the zeros of a target after the step that the plan says."""
+        plan: Plan | None = self.defaults["plan"]
+        if plan is None or plan.step != plan.last:
+            return
+        members = self._members()
+        plan.check(members)
+        zeros = smallest(members, plan.goal(members), plan.least(members))
+        plan.threshold = torch.maximum(plan.threshold, zeros.top.to(plan.threshold))
+        for (p, group, scale, _), mask, bound in zip(
+            self._thresholded(), zeros.masks, zeros.bounds.unbind(), strict=True
+        ):
+            tau = torch.where(bound < zeros.top, bound, plan.threshold.to(bound)) * scale
+            fix_zeros(p, self.state[p], mask, tau, group["shape"])
+
+
+def count_zeros(member: Member) -> int:
+    """Return how many weights of a tensor are zero, on all processes."""
+    return int(summed((local(member.p) == 0).sum(), member.shards))
+
+
+def _versions(group: dict[str, Any]) -> list[int]:
+    """Return how often each parameter has been written to in place, as autograd counts it."""
+    return list(map(_VERSION, group["params"]))

@@ -1,0 +1,181 @@
+"""A target of zeros, met exactly: how many weights are zero after which step, and the threshold that makes them so.
+
+Three phases. Until ``prune_from`` the weights train as without pruning. Then the threshold rises so that the share of
+weights that are left falls geometrically, fast first:
+
+    1 − s(n) = (1 − S)^(1 − (1 − u)²),    u = the part of this phase that has passed,    S = the target.
+
+At ``prune_until`` the zeros are fixed: the accumulator becomes the weights, and those that are left train on without a
+threshold, so that nothing pulls them towards zero any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dirprune.optim.selection import Member
+
+EVERY = 20
+"""Steps between two looks at the weights; in between, the threshold grows evenly."""
+LEAST = 0.1
+"""No tensor is left with fewer of its weights than this part of the average, nor with none: it would be lost for good,
+and with it all that runs through it."""
+MEASURES = ("weights", "cost")
+
+
+@dataclass
+class Plan:
+    """The options of a target, and how far it has been followed."""
+
+    target: float
+    steps: int | None = None
+    of: str = "weights"
+    prune_from: float = 0.1
+    prune_until: float = 0.7
+    step: int = 0
+    threshold: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64, device="cpu"))
+    """τ, of weights whose scale is 1."""
+    growth: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64, device="cpu"))
+    """What each step adds to it until the next look at the weights."""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.target, (int, float)) and 0 < self.target < 1):
+            raise ValueError(f"target={self.target!r} is not a share; give a number between 0 and 1, e.g. target=0.95")
+        if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):
+            raise ValueError(f"steps={self.steps!r} is not a number of optimizer steps; give e.g. steps=10_000")
+        if self.of not in MEASURES:
+            raise ValueError(f"of={self.of!r} is not known; the target is a share of {' or of '.join(MEASURES)}")
+        if not 0 <= self.prune_from < self.prune_until <= 1:
+            raise ValueError(
+                f"prune_from={self.prune_from} and prune_until={self.prune_until} are no part of the run; give "
+                "0 ≤ prune_from < prune_until ≤ 1, e.g. 0.1 and 0.7"
+            )
+
+    @property
+    def length(self) -> int:
+        """The number of steps of the run."""
+        if self.steps is None:
+            raise ValueError(
+                f"target={self.target} needs the number of optimizer steps of the run; give steps=…, or call "
+                "optimizer.plan(steps=…) before the first step"
+            )
+        return self.steps
+
+    @property
+    def first(self) -> int:
+        """The last step without a threshold."""
+        return int(self.prune_from * self.length)
+
+    @property
+    def last(self) -> int:
+        """The step after which the zeros are fixed."""
+        return max(1, round(self.prune_until * self.length))
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the zeros are fixed."""
+        return self.steps is not None and self.step >= self.last
+
+    @property
+    def looks(self) -> bool:
+        """Whether the next step looks at the weights before it is taken."""
+        return self.first <= self.step < self.last - 1 and (self.step - self.first) % EVERY == 0
+
+    @property
+    def horizon(self) -> int:
+        """How many steps a look serves."""
+        return min(EVERY, self.last - 1 - self.step)
+
+    def share(self, n: int) -> float:
+        """Return the planned share of zeros after step n."""
+        passed = min(max((n - self.first) / (self.last - self.first), 0.0), 1.0)
+        left: float = (1 - self.target) ** (1 - (1 - passed) ** 2)
+        return 1 - left
+
+    def aim(self, threshold: Tensor) -> None:
+        """Reach this threshold at the end of the horizon; it never falls."""
+        gap = threshold.to(self.threshold) - self.threshold
+        self.growth = gap.clamp(min=0).nan_to_num(nan=0.0, posinf=0.0) / self.horizon
+
+    def advance(self) -> bool:
+        """Count a step; return whether the threshold has grown."""
+        self.step += 1
+        if not self.first < self.step < self.last:
+            return False
+        self.threshold = self.threshold + self.growth
+        return True
+
+    def goal(self, members: Sequence[Member]) -> float:
+        """Return what the zeros have to cost in the end: their number, or the share of the cost."""
+        total = sum(m.total for m in members)
+        return round(self.target * total) if self.of == "weights" else self.target * total
+
+    def least(self, members: Sequence[Member]) -> list[int]:
+        """Return how many weights each tensor keeps at least."""
+        return [min(m.p.numel(), math.ceil(LEAST * (1 - self.target) * m.p.numel())) for m in members]
+
+    def check(self, members: Sequence[Member]) -> None:
+        """Raise if the members cannot give the zeros that are asked for."""
+        if not any(m.total for m in members):
+            raise ValueError(
+                f"target={self.target}, and there is no weight to prune: every group has c=0, or its weights cost "
+                "nothing or need no gradient; leave some group without c, e.g. with prunable_groups(model)"
+            )
+        least = self.least(members)
+        if sum((m.p.numel() - n) * m.cost for m, n in zip(members, least, strict=True)) < self.goal(members):
+            raise ValueError(
+                f"target={self.target} cannot be met: each of the {len(members)} tensors keeps a weight, "
+                f"{sum(least)} of {sum(m.p.numel() for m in members)} in all; give a lower target"
+            )
+
+    def place(self, device: torch.device) -> None:
+        """Keep the threshold on this device, so that no step waits for it."""
+        self.threshold, self.growth = self.threshold.to(device), self.growth.to(device)
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Plan:
+        """Return a saved plan; a ValueError names what is wrong with it."""
+        unknown = saved.keys() ^ {f.name for f in fields(cls)}
+        if unknown:
+            raise ValueError(f"the plan of state_dict has not the entries of a plan: {', '.join(map(str, unknown))}")
+        plan = cls(**saved)
+        for name in ("threshold", "growth"):
+            value = torch.as_tensor(getattr(plan, name), dtype=torch.float64).detach().clone()
+            if value.dim() or not 0 <= float(value) < math.inf:
+                raise ValueError(f"the plan of state_dict has {name}={value.tolist()}; give a finite number ≥ 0")
+            setattr(plan, name, value)
+        if not isinstance(plan.step, int) or plan.step < 0:
+            raise ValueError(f"the plan of state_dict has step={plan.step!r}; give a number of steps")
+        return plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values and tensors, to be saved."""
+        return {**asdict(self), "threshold": self.threshold.clone(), "growth": self.growth.clone()}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a target is reached: ``print`` it, or read its fields."""
+
+    step: int
+    steps: int
+    zeros: int
+    weights: int
+    share: float
+    """The share of zeros, in what the target is given in."""
+    target: float
+    of: str
+    is_fixed: bool
+
+    def __str__(self) -> str:
+        state = "fixed" if self.is_fixed else "not fixed yet"
+        return (
+            f"step {self.step:,} of {self.steps:,}: {self.zeros:,} of {self.weights:,} weights are zero, "
+            f"{self.share:.2%} of the {self.of} (target {self.target:.2%}, {state})"
+        )
