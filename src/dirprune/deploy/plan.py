@@ -131,6 +131,8 @@ def plan_images(network: Network, library: Library, threads: int) -> Program:
             step.kernel = (inputs if move.kind == "place" else layout.leaving).index(move.number)
         if move.kind in ("average_pool", "adaptive_average_pool"):
             step.dense = 1
+        if move.kind == "relay":
+            step.ids = builder.keep(_origins(move, library))
         if move.kind == "average_pool":
             assert layer is not None
             step.scale = builder.keep(_shares(layer, move, library))
@@ -154,6 +156,18 @@ def _images(builder: _Builder, step: Step, move: Move) -> None:
         step.output.base += move.number * step.output.channel
         step.output.channels = move.inputs[0].shape[0]
     step.move, step.tables, step.moves = builder.frame(step.output)
+
+
+def _origins(move: Move, library: Library) -> Array:
+    """Return for every lane of every vector of an image where its pixel lies in the image that it is a copy of."""
+    (given,), made = move.inputs, move.output
+    assert made is not None
+    (gy, gx), (bh, bw) = library.grid, made.block
+    y, x = (np.minimum(np.arange(g * b), n - 1) for g, b, n in zip((gy, gx), (bh, bw), made.shape[1:], strict=True))
+    vector = (y % given.block.y * given.pitch)[:, None] + x % given.block.x
+    lane = (y // given.block.y * gx)[:, None] + x // given.block.x
+    places: Array = (vector * library.lanes + lane).reshape(gy, bh, gx, bw).transpose(1, 3, 0, 2)
+    return places.astype(np.int32)
 
 
 def _shares(layer: Layer, move: Move, library: Library) -> Array:

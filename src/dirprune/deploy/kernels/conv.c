@@ -5,48 +5,53 @@
 // has a stream for each of its channels, of equal length (padded with zeros) and interleaved; the channels of a dense
 // group share their offsets and so each load. Input channels come in blocks that fit the L1 cache. The last tile of a
 // row or column overlaps the one before rather than to stick out.
-#define TILES(t, n, T) for (int t = 0, t##_next = 0; t < (n); t = t##_next > (n) - (T) && t##_next < (n) ? (n) - (T) : t##_next) if (t##_next = t + (T), 1)
+#define TILES(t, n, T)                                                                                               \
+  for (int t = 0, t##_next; t < (n) && (t##_next = t + (T), 1);                                                      \
+       t = t##_next > (n) - (T) && t##_next < (n) ? (n) - (T) : t##_next)
+#define EACH(G, T) UNROLL for (int g = 0; g < G; g++) UNROLL for (int i = 0; i < T; i++)
 #define CONV(NAME, TH, TW, STRIDE, G, LOOP)                                                                          \
   static void NAME(const step_t *s, char *arena, int first, int last) {                                              \
+    enum { T = TH * TW };                                                                                            \
     const int64_t pin = pitch(&s->in), pout = pitch(&s->out), pother = pitch(&s->other), sx = STRIDE;                \
+    const uint16_t *const offsets = s->offsets;                                                                      \
+    const float *const values = s->values;                                                                           \
     const char *input = origin(&s->in, arena) - s->py * pin - (int64_t)s->px * VB;                                   \
     TILES(ty, s->out.bh, TH) TILES(tx, s->out.bw, TW) for (int b = 0; b < s->blocks; b++) {                          \
       const char *x = input + b * s->block + ty * s->sy * pin + tx * sx * VB, *row[TH];                              \
       UNROLL for (int i = 0; i < TH; i++) row[i] = x + i * s->sy * pin;                                              \
       const int32_t *starts = s->starts + (int64_t)b * (s->groups + 1);                                              \
-      char *y = origin(&s->out, arena) + ty * pout + (int64_t)tx * VB;                                               \
-      const char *other = origin(&s->other, arena) + ty * pother + (int64_t)tx * VB;                                 \
+      const int activation = b == s->blocks - 1 ? s->activation : LINEAR_UNIT;                                       \
+      char *tile = origin(&s->out, arena) + ty * pout + (int64_t)tx * VB, *y[G];                                     \
+      const char *other = origin(&s->other, arena) + ty * pother + (int64_t)tx * VB, *z[G];                          \
       for (int o = first; o < last; o++) {                                                                           \
         const int32_t *id = s->ids + ((int64_t)b * s->groups + o) * G;                                               \
-        vf sum[G][TH * TW];                                                                                          \
-        UNROLL for (int g = 0; g < G; g++) {                                                                         \
-          const vf bias = (vf){0} + s->bias[id[g]];                                                                  \
-          if (b) UNROLL for (int i = 0; i < TH * TW; i++)                                                            \
-            sum[g][i] = LOAD(y + id[g] * s->out.channel + i / TW * pout + i % TW * VB);                              \
-          else if (s->residual) UNROLL for (int i = 0; i < TH * TW; i++)                                             \
-            sum[g][i] = bias + LOAD(other + id[g] * s->other.channel + i / TW * pother + i % TW * VB);               \
-          else UNROLL for (int i = 0; i < TH * TW; i++) sum[g][i] = bias;                                            \
-        }                                                                                                            \
+        vf sum[G][T];                                                                                                \
+        UNROLL for (int g = 0; g < G; g++) y[g] = tile + id[g] * s->out.channel;                                     \
+        if (b) EACH(G, T) sum[g][i] = LOAD(y[g] + i / TW * pout + i % TW * VB);                                      \
+        else if (s->residual) {                                                                                      \
+          UNROLL for (int g = 0; g < G; g++) z[g] = other + id[g] * s->other.channel;                                \
+          EACH(G, T) sum[g][i] = s->bias[id[g]] + LOAD(z[g] + i / TW * pother + i % TW * VB);                        \
+        } else EACH(G, T) sum[g][i] = (vf){0} + s->bias[id[g]];                                                      \
         LOOP(TH, TW, G)                                                                                              \
-        UNROLL for (int g = 0; g < G; g++) UNROLL for (int i = 0; i < TH * TW; i++)                                  \
-          STORE(y + id[g] * s->out.channel + i / TW * pout + i % TW * VB,                                            \
-                b == s->blocks - 1 ? activate(s, sum[g][i]) : sum[g][i]);                                            \
+        if (activation == RELU) EACH(G, T) sum[g][i] = relu(sum[g][i]);                                              \
+        else if (activation == GENERAL) EACH(G, T) sum[g][i] = activate(s, sum[g][i]);                               \
+        EACH(G, T) STORE(y[g] + i / TW * pout + i % TW * VB, sum[g][i]);                                             \
       }                                                                                                              \
     }                                                                                                                \
   }
 #define SPARSE(TH, TW, G)                                                                                            \
   for (int64_t k = starts[o], end = starts[o + 1]; k < end; k += G) UNROLL for (int g = 0; g < G; g++) {             \
-    const float w = s->values[k + g];                                                                                \
-    const int64_t at = (int64_t)s->offsets[k + g] * UNIT;                                                            \
+    const float w = values[k + g];                                                                                \
+    const int64_t at = (int64_t)offsets[k + g] * UNIT;                                                            \
     UNROLL for (int i = 0; i < TH * TW; i++) sum[g][i] += w * LOAD(row[i / TW] + at + i % TW * sx * VB);             \
   }
 #define DENSE(TH, TW, G)                                                                                             \
   for (int64_t k = starts[o], end = starts[o + 1]; k < end; k++) {                                                   \
-    const int64_t at = (int64_t)s->offsets[k] * UNIT;                                                                \
+    const int64_t at = (int64_t)offsets[k] * UNIT;                                                                \
     vf x[TH * TW];                                                                                                   \
     UNROLL for (int i = 0; i < TH * TW; i++) x[i] = LOAD(row[i / TW] + at + i % TW * sx * VB);                       \
     UNROLL for (int g = 0; g < G; g++) UNROLL for (int i = 0; i < TH * TW; i++)                                      \
-      sum[g][i] += s->values[k * G + g] * x[i];                                                                      \
+      sum[g][i] += values[k * G + g] * x[i];                                                                      \
   }
 
 #define SUMS(T) (ACCUMULATORS / (T))

@@ -80,10 +80,11 @@ static inline float *pixel(const planes_t *p, char *arena, int c, int y, int x) 
   return (float *)vector + y / p->bh * GX + x / p->bw;
 }
 static inline vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
-static inline vf activate(const step_t *s, vf v) {  // a NaN stays one
+static inline vf relu(vf v) { return (vf)((vi)v & ~(v < (vf){0})); }  // a NaN stays one
+static inline vf activate(const step_t *s, vf v) {
   const vf z = {0};
   if (s->activation == LINEAR_UNIT) return v;
-  if (s->activation == RELU) return (vf)((vi)v & ~(v < z));
+  if (s->activation == RELU) return relu(v);
   v = pick(v < z + s->low, z + s->low + s->slope * (v - s->low), v);
   return pick(v > z + s->high, z + s->high, v);
 }

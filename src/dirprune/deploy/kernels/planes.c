@@ -140,15 +140,20 @@ void pointwise(const step_t *s, const call_t *call, int part, int end) {
   }
 }
 
-// The same image in blocks of another size, or with something else around it.
+// The same image in blocks of another size, or with something else around it. `ids` says for each lane of each vector
+// of a block where its pixel lies in a channel of the input, in floats.
 void relay(const step_t *s, const call_t *call, int part, int end) {
-  const int first = s->channel_of[part], n = s->channel_of[end] - first;
-  for (int y = 0; y < s->out.height; y++)
-    for (int x = 0; x < s->out.width; x++) {
-      const char *from = (const char *)pixel(&s->in, call->arena, first, y, x);
-      char *to = (char *)pixel(&s->out, call->arena, first, y, x);
-      for (int c = 0; c < n; c++) AT(to + c * s->out.channel) = AT(from + c * s->in.channel);
-    }
+  for (int c = s->channel_of[part]; c < s->channel_of[end]; c++) {
+    const float *in = (const float *)(origin(&s->in, call->arena) + c * s->in.channel);
+    char *out = origin(&s->out, call->arena) + c * s->out.channel;
+    const int32_t *from = s->ids;
+    for (int y = 0; y < s->out.bh; y++)
+      for (int x = 0; x < s->out.bw; x++, from += LANES) {
+        vf v;
+        for (int l = 0; l < LANES; l++) v[l] = AT(in + from[l]);
+        STORE(out + y * pitch(&s->out) + (int64_t)x * VB, v);
+      }
+  }
 }
 
 // From the plain images of input number `kernel` to blocks.

@@ -1,4 +1,4 @@
-"""The command that turns a run into a file to ship."""
+"""The commands that turn a run into a file to ship, and measure how fast it runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dirprune.lab.cli.console import clear_errors
+from dirprune.lab.cli.console import TrustOption, clear_errors, integers, say
 from dirprune.lab.cli.output import JsonOption, Output
 from dirprune.lab.text import NOTHING
 
@@ -51,6 +51,44 @@ def export(
         output.tell(
             f"Load it with `dirprune.deploy.load_sparse({str(to)!r})`; docs/deploy.md of the repository says more."
         )
+
+
+@app.command()
+def speed(
+    network: Annotated[Path, typer.Argument(help="A run directory, or a file that a runtime's save() wrote.")],
+    batch: Annotated[str, typer.Option(help="Numbers of examples, e.g. 1,16,64.")] = "1",
+    threads: Annotated[str, typer.Option(help="Numbers of threads, e.g. 1,2.")] = "1",
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long each runtime is measured.")] = 10,
+    alone: Annotated[bool, typer.Option("--alone", help="Measure no other runtime.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the tables and the figure.")] = Path("speed"),
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a sparse network on this CPU beside torch, ONNX Runtime and OpenVINO, which compute with its zeros."""
+    with clear_errors():
+        from dataclasses import asdict
+
+        from dirprune.lab import plots
+        from dirprune.lab.records.tables import write_rows
+        from dirprune.lab.studies.deployment import speed as work
+        from dirprune.lab.studies.deployment.figures import speed_figure
+
+        cases = [(b, t) for t in integers("--threads", threads) for b in integers("--batch", batch)]
+        out.mkdir(parents=True, exist_ok=True)
+        file = work.saved(network, out / "network.safetensors", trusted=trust)
+        output = Output(as_json)
+        found = []
+        for case in cases:
+            for row in work.speed(file, *case, runtimes=() if alone else work.others(say), seconds=seconds, failed=say):
+                found.append(row)
+                output.record(asdict(row))
+        layers = work.layers(file)
+        write_rows(out / "speed.csv", work.Latency, found)
+        write_rows(out / "layers.csv", work.LayerTime, layers)
+        output.table("Layers of one example, one thread", work.LAYER_HEADERS, [row.cells() for row in layers], left=3)
+        output.table("Latency", work.HEADERS, [row.cells() for row in found])
+        figure = plots.save(speed_figure(found), out / "speed.png")
+        output.tell(f"Numbers: {out}/speed.csv, {out}/layers.csv; figure: {figure}")
 
 
 def _rows(exported: Exported) -> list[tuple[str, str]]:
