@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test lint types unit format clean
+.PHONY: demo test lint types unit soak format clean
 
 demo: $(READY)
 	$(BIN)/dirprune demo
@@ -20,6 +20,9 @@ types: $(READY)
 
 unit: $(READY)
 	$(BIN)/pytest -q -n 2
+
+soak: $(READY)
+	$(BIN)/pytest -q -s -m soak
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -10,10 +11,12 @@ import torch
 from test_train import noisy
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import prune
 from torch.optim import SGD, AdamW, Optimizer
 
 from dirprune import GRDA
 from dirprune.lab import models
+from dirprune.lab.methods import MethodSpec
 from dirprune.lab.methods.magnitude import Magnitude, cubic_sparsity, global_masks, layer_masks
 from dirprune.lab.methods.masks import Masked, keep_largest, whole_counts
 from dirprune.lab.methods.method import prunable
@@ -151,6 +154,27 @@ def test_allocations_keep_what_they_say() -> None:
     assert everywhere["b"].sum() < uniform["b"].sum()
 
 
+@pytest.mark.parametrize("name", ["magnitude", "magnitude-global"])
+def test_each_method_prunes_the_weights_that_torchs_own_pruning_does(name: str) -> None:
+    torch.manual_seed(0)
+    model = models.build("small", 10)
+    with torch.no_grad():
+        model.conv2.weight.mul_(0.1)  # so that one threshold for all is far from one for each
+    method = MethodSpec.of(name, sparsity=0.8, start=0.0, end=0.0).make(seed=0, reward=lambda model: 0.0)
+    assert isinstance(method, Masked)
+    other = copy.deepcopy(model)
+    layers = {name: module for name, module in other.named_modules() if isinstance(module, (nn.Conv2d, nn.Linear))}
+    if name == "magnitude-global":
+        every = [(layer, "weight") for layer in layers.values()]
+        prune.global_unstructured(every, pruning_method=prune.L1Unstructured, amount=0.8)
+    else:
+        for layer in layers.values():
+            prune.l1_unstructured(layer, "weight", amount=0.8)
+    method.attach(model, SGD(model.parameters(), lr=0.1), steps=1, examples=1)
+    differ = {name: int((method.masks[name] != layer.weight_mask.bool()).sum()) for name, layer in layers.items()}
+    assert max(differ.values()) <= 1  # where a share of a layer is not a whole number, one of two next to each other
+
+
 def test_a_sparsity_for_every_layer_by_name() -> None:
     torch.manual_seed(0)
     model = models.build("small", 10)
@@ -172,6 +196,7 @@ def test_a_sparsity_for_every_layer_by_name() -> None:
         ({"sparsity": 0.5, "allocation": "fair"}, "allocation='fair'"),
         ({"sparsity": 0.5, "start": 0.8, "end": 0.2}, "start=0.8"),
         ({"sparsity": 0.5, "end": 1.5}, "end=1.5"),
+        ({"sparsity": 0.5, "start": -0.5}, "start=-0.5"),
         ({"sparsity": 0.5, "every": 0}, "every=0"),
     ],
 )
@@ -202,6 +227,18 @@ def test_masks_are_set_from_the_start_on_every_so_many_steps_and_at_the_end() ->
         if int(method.masks[""].sum()) != before:
             changed.append(number)
     assert changed == [9, 13, 17, 20]
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(30, range(12, 31, 2)), (3000, range(1100, 3001, 100))])
+def test_by_default_masks_are_set_every_hundred_steps_or_ten_times(
+    steps: int, expected: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = attached(Magnitude(sparsity=0.9, start=1 / 3, end=1.0), steps=steps)
+    seen: list[int] = []
+    monkeypatch.setattr(method, "set_masks", lambda masks: seen.append(number))
+    for number in range(1, steps + 1):
+        method.after_step(number)
+    assert seen == list(expected)
 
 
 def test_masks_stay_where_a_recorded_step_reads_them() -> None:

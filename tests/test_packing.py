@@ -48,20 +48,23 @@ def by_the_page(path: Path) -> dict[str, Tensor]:
         parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     found: dict[str, Tensor] = {}
     for name, record in told["tensors"].items():
-        if record["coding"] == "dense":
-            found[name] = parts[name]
+        if "same_as" in record:
+            found[name] = found[record["same_as"]]
             continue
-        values = iter(parts[f"{name}.nonzero"].tolist())
-        flat: list[float] = []
+        stored = getattr(torch, record.get("stored", record["dtype"]))
+        values = parts[name if record["coding"] == "dense" else f"{name}.nonzero"].flatten()
+        values = values.view(stored) if values.dtype == torch.uint8 else values
+        flat = torch.zeros(int(np.prod(record["shape"])), dtype=stored)
+        places = range(len(flat))
         if record["coding"] == "mask":
-            for byte in parts[f"{name}.mask"].tolist():
-                flat += [next(values) if byte >> place & 1 else 0.0 for place in range(8)]
-        else:
-            for step in parts[f"{name}.deltas"].tolist():
-                flat += [0.0] * 255 if step == 255 else [*[0.0] * step, next(values)]
-        size = int(np.prod(record["shape"]))
-        flat = (flat + [0.0] * size)[:size]
-        found[name] = torch.tensor(flat, dtype=getattr(torch, record["dtype"])).reshape(record["shape"])
+            mask = parts[f"{name}.mask"].tolist()
+            places = [place for place in places if mask[place // 8] >> place % 8 & 1]
+        elif record["coding"] == "deltas":
+            steps = parts[f"{name}.deltas"].tolist()
+            places = [sum(steps[: i + 1]) + i - steps[:i].count(255) for i, step in enumerate(steps) if step < 255]
+        for place, value in zip(places, values, strict=True):
+            flat[place] = value
+        found[name] = flat.to(getattr(torch, record["dtype"])).reshape(record["shape"])
     return found
 
 
@@ -262,6 +265,7 @@ REFUSED: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
     "a taken name": ({"w": torch.zeros(9, 99), "w.deltas": torch.ones(3)}, {}, "name .* is taken in .*; rename it"),
     "metadata's name": ({"__metadata__": torch.ones(3)}, {}, "name of the tensor '__metadata__' is taken"),
     "a dtype": ({}, {"dtype": torch.int8}, "dtype=torch.int8 is not offered; give torch.float16"),
+    "half a character": ({"\ud800": torch.ones(3)}, {}, "surrogates not allowed"),
     "overflow": (
         {"w": torch.full((2, 2), 1e5)},
         {"dtype": torch.float16},

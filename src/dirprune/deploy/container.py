@@ -148,7 +148,8 @@ def read(path: Path, *, holds: str) -> Content:
     try:
         header, start = _header(data)
         notes = header.pop("__metadata__")
-        return Content(_tensors(notes.pop("dirprune"), _entries(header, data, start), holds), notes)
+        told = _typed(notes.pop("dirprune", None), str, "its metadata")
+        return Content(_tensors(told, _entries(header, data, start), holds), notes)
     except (ValueError, RecursionError) as error:
         raise InvalidFile(f"{path} {error}; get a whole copy, or save the network again") from error
 
@@ -173,7 +174,14 @@ def _parts(name: str, tensor: Tensor) -> dict[str, _Entry]:
 
 
 def _json(content: Any) -> str:
-    return json.dumps(content, separators=(",", ":"))
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+
+
+def _parsed(text: bytes | str) -> dict[str, Any]:
+    """Return a JSON object that could be written again: half a surrogate pair, which no UTF-8 has, is refused."""
+    content = _typed(json.loads(text), dict, "its header")
+    _json(content).encode()
+    return content
 
 
 def _checksum(start: bytes | bytearray, *rest: Any) -> bytes:
@@ -194,7 +202,7 @@ def _header(data: bytes) -> tuple[dict[str, Any], int]:
     start = 8 + int.from_bytes(data[:8], "little")
     if start > len(data) or start % 8:
         raise ValueError(f"has a header that ends at byte {start} of {len(data)}")
-    header = _typed(json.loads(data[8:start]), dict, "its header")
+    header = _parsed(data[8:start])
     notes = _typed(header.get("__metadata__"), dict, "its metadata")
     for name, text in notes.items():
         _typed(text, str, f"its metadata {name!r}")
@@ -222,7 +230,7 @@ def _entries(header: dict[str, Any], data: bytes, start: int) -> dict[str, _Entr
 
 def _tensors(text: str, entries: dict[str, _Entry], holds: str) -> dict[str, Tensor]:
     """Return the tensors that the entries are the parts of."""
-    told = _typed(json.loads(text), dict, "its metadata")
+    told = _parsed(text)
     if told.get("format") != FORMAT:
         raise ValueError(f"is of format {told.get('format')!r}, and this version of dirprune reads {FORMAT}")
     if told.get("holds") != holds:
