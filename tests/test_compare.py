@@ -36,6 +36,7 @@ from dirprune.lab.training.optimizers import Sgd
 from dirprune.lab.training.recipe import Recipe, differing
 from dirprune.lab.training.reward import Reward
 from dirprune.lab.training.schedules import Schedule
+from dirprune.lab.training.surroundings import Surroundings
 
 CPU = torch.device("cpu")
 
@@ -65,7 +66,7 @@ def trials_of(recipe: Recipe = SHORT, *, batches: int = 4, **options: Any) -> li
 
 
 def run(planned: list[Recipe], out: Path, **options: Any) -> list[compare.Progress]:
-    return list(compare.compare(planned, out, device=CPU, **options))
+    return list(compare.compare(planned, out, Surroundings(CPU, **options)))
 
 
 def after(times: int) -> Callable[[], bool]:
@@ -837,9 +838,9 @@ if torch.cuda.is_available():
         recipe = replace(SHORT, cuda=fast)
         cuda = torch.device("cuda")
         planned = plan(recipe, sparsities=(0.8,), batches=4, sweeps=ONE_EACH)
-        list(compare.compare(planned, tmp_path / "whole", device=cuda))
+        list(compare.compare(planned, tmp_path / "whole", Surroundings(cuda)))
         for _ in range(2 * len(planned)):
-            list(compare.compare(planned, tmp_path / "pieces", device=cuda, stopping=after(3)))
+            list(compare.compare(planned, tmp_path / "pieces", Surroundings(cuda, stopping=after(3))))
         whole, pieces = (comparison.read(tmp_path / name) for name in ("whole", "pieces"))
         assert len(whole) == len(pieces) == len(planned)
         for one, other in zip(whole, pieces, strict=True):

@@ -36,6 +36,7 @@ from dirprune.lab.studies.connectivity.work import Options, connect
 from dirprune.lab.training import experiment, recipes, runs
 from dirprune.lab.training import loop as train
 from dirprune.lab.training.execution import Execution
+from dirprune.lab.training.surroundings import Surroundings
 from dirprune.weights import combine
 
 CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ SMALL = Options(epochs=2, points=3, grid=2, batch_size=256, lr=0.02)
 
 def trained(folder: Path, **changes: Any) -> Path:
     run = runs.create(folder, recipes.get("digits-short").but(epochs=2, batch_size=128, **changes))
-    for _ in experiment.conduct(run, device=CPU):
+    for _ in experiment.conduct(run, Surroundings(CPU)):
         pass
     return folder
 

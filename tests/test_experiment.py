@@ -34,6 +34,7 @@ from dirprune.lab.training.experiment import Diverged, LostRecords, assemble, co
 from dirprune.lab.training.loop import EpochRecord, evaluate
 from dirprune.lab.training.recipe import Recipe, changed
 from dirprune.lab.training.runs import Run
+from dirprune.lab.training.surroundings import Surroundings
 
 CPU = torch.device("cpu")
 # Four steps per epoch, the last one with a smaller batch.
@@ -66,7 +67,7 @@ multiprocessing.set_forkserver_preload(
 
 
 def finish(run: Run, **options: Any) -> list[EpochRecord]:
-    return list(conduct(run, device=CPU, **options))
+    return list(conduct(run, Surroundings(CPU, **options)))
 
 
 def uninterrupted(folder: Path, recipe: Recipe = SHORT) -> Run:
@@ -147,7 +148,7 @@ def test_an_outcome_says_what_is_left_of_every_layer(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_has_no_outcome_until_it_ends(tmp_path: Path) -> None:
     run = uninterrupted(tmp_path / "run")
     truncate(run.checkpoints / "epoch-0004.pt")
-    records = conduct(run, device=CPU)
+    records = conduct(run, Surroundings(CPU))
     with pytest.warns(CheckpointWarning):
         next(records)
     assert run.recipe.epochs > 1
@@ -174,7 +175,7 @@ def test_methods_that_draw_do_so_by_the_seed_of_the_run() -> None:
 def go_on(folder: Path, until: int) -> None:
     """Train, in a separate process, to epoch ``until``; then wait to be killed."""
     torch.set_num_threads(1)
-    for record in conduct(runs.load(folder, trusted=True), device=CPU, save_every=1):
+    for record in conduct(runs.load(folder, trusted=True), Surroundings(CPU, save_every=1)):
         if record.epoch == until:
             signal.pause()
 
@@ -389,7 +390,7 @@ def test_digits_have_the_same_numbers_on_any_number_of_cores(tmp_path: Path) -> 
 @pytest.mark.usefixtures("two_threads")
 def test_a_run_that_is_left_or_fails_leaves_the_threads_as_they_were(tmp_path: Path) -> None:
     recipe = replace(recipes.get("digits"), epochs=2)
-    records = conduct(runs.create(tmp_path / "left", recipe), device=CPU)
+    records = conduct(runs.create(tmp_path / "left", recipe), Surroundings(CPU))
     next(records)
     assert torch.get_num_threads() == 1
     records.close()
@@ -579,7 +580,7 @@ def test_a_run_whose_records_are_gone_says_so_and_goes_on(tmp_path: Path) -> Non
 
 def test_a_run_is_trained_by_one_job_at_a_time(tmp_path: Path) -> None:
     run = runs.create(tmp_path / "run", SHORT)
-    first = conduct(run, device=CPU)
+    first = conduct(run, Surroundings(CPU))
     next(first)
     with pytest.raises(InUse, match=f"process {os.getpid()}"):
         finish(run)
@@ -592,7 +593,7 @@ def test_checkpoints_that_cannot_be_trusted_are_set_aside(tmp_path: Path) -> Non
     finish(run, save_every=1)
     newest = run.checkpoints / f"epoch-{SHORT.epochs:04d}.pt"
     newest.write_bytes(newest.read_bytes()[:100])
-    records = conduct(run, device=CPU)
+    records = conduct(run, Surroundings(CPU))
     with pytest.warns(checkpoint.CheckpointWarning):
         next(records)
     assert newest.with_name(newest.name + ".corrupt").exists()
@@ -603,5 +604,5 @@ def test_checkpoints_that_cannot_be_trusted_are_set_aside(tmp_path: Path) -> Non
 
 def test_a_recipe_made_of_lists_goes_on_as_one_of_tuples(tmp_path: Path) -> None:
     run = runs.create(tmp_path / "run", SHORT.but(epochs=2, exempt=["bias"]))  # type: ignore[arg-type]
-    next(conduct(run, device=CPU, save_every=1))
-    assert [record.epoch for record in conduct(run, device=CPU)] == [2]
+    next(conduct(run, Surroundings(CPU, save_every=1)))
+    assert [record.epoch for record in conduct(run, Surroundings(CPU))] == [2]

@@ -16,6 +16,7 @@ from dirprune.lab.methods import MethodSpec
 from dirprune.lab.records import checkpoint
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import conduct
+from dirprune.lab.training.surroundings import Surroundings
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     digits = recipes.get("digits-short").but(optimizer="sgd", epochs=2, batch_size=512, keep=(0, 1, 2))
     recipe = replace(digits, method=MethodSpec("magnitude", (("sparsity", 0.9), ("end", 0.5))))
     run = runs.create(tmp_path_factory.mktemp("runs") / "run", recipe)
-    list(conduct(run, device=torch.device("cpu")))
+    list(conduct(run, Surroundings(torch.device("cpu"))))
     return run.folder
 
 

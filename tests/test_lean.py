@@ -15,6 +15,7 @@ from dirprune.lab.training.execution import Execution
 from dirprune.lab.training.experiment import conduct
 from dirprune.lab.training.lean import Lean, lowered
 from dirprune.lab.training.runs import Run
+from dirprune.lab.training.surroundings import Surroundings
 
 CPU = torch.device("cpu")
 PLAIN, LEAN = (Execution(precision="bfloat16", lean=lean) for lean in (False, True))
@@ -23,7 +24,7 @@ PLAIN, LEAN = (Execution(precision="bfloat16", lean=lean) for lean in (False, Tr
 def run(folder: Path, execution: Execution, epochs: int | None = None, **changes: object) -> Run:
     recipe = recipes.get("digits").but(epochs=4, cpu=execution, keep=(0, 1, 2, 3, 4), **changes)
     made = runs.load(folder) if folder.exists() else runs.create(folder, recipe)
-    for record in conduct(made, device=CPU):
+    for record in conduct(made, Surroundings(CPU)):
         if record.epoch == epochs:
             break
     return made
@@ -98,7 +99,7 @@ if torch.cuda.is_available():
         for name, execution in (("plain", fast), ("lean", replace(fast, lean=True))):
             recipe = replace(recipes.get("digits"), epochs=6, cuda=execution, keep=(6,))
             made = runs.create(tmp_path / name, recipe)
-            list(conduct(made, device=torch.device("cuda")))
+            list(conduct(made, Surroundings(torch.device("cuda"))))
             found.append(made.records()[-1])
             assert {w.dtype for w in runs.weights_of(made, 6)[1].values() if w.is_floating_point()} == {torch.float32}
         plain, slim = found

@@ -28,6 +28,7 @@ from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import Diverged, conduct
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.lab.training.processes import Process, joined
+from dirprune.lab.training.surroundings import Surroundings
 
 CPU = torch.device("cpu")
 WORLD = 2
@@ -91,11 +92,14 @@ def train_together(rank: int, port: int, folder: Path) -> None:
         run = runs.load(folder / "runs" / "good")
         asked = itertools.count(1)
         stopping: Callable[[], bool] = lambda: rank == 1 and next(asked) == 2  # noqa: E731 - one process stops all
-        outcome["first"] = [r.to_dict() for r in conduct(run, device=device, process=process, stopping=stopping)]
-        outcome["second"] = [r.to_dict() for r in conduct(run, device=device, process=process)]
+        outcome["first"] = [r.to_dict() for r in conduct(run, Surroundings(device, process=process, stopping=stopping))]
+        outcome["second"] = [r.to_dict() for r in conduct(run, Surroundings(device, process=process))]
         try:
             list(
-                conduct(runs.load(folder / "runs" / "bad", trusted=True), device=device, process=process, save_every=1)
+                conduct(
+                    runs.load(folder / "runs" / "bad", trusted=True),
+                    Surroundings(device, process=process, save_every=1),
+                )
             )
         except Diverged as error:
             outcome["diverged"] = str(error)
@@ -133,7 +137,7 @@ def test_processes_know_their_place_and_each_other(together: Path) -> None:
 
 def test_two_processes_train_as_one(together: Path, tmp_path: Path) -> None:
     alone = runs.create(tmp_path / "alone", RECIPE)
-    records = list(conduct(alone, device=CPU))
+    records = list(conduct(alone, Surroundings(CPU)))
     run = runs.load(together / "runs" / "good")
     for record, expected in zip(run.records(), records, strict=True):
         assert record.epoch == expected.epoch

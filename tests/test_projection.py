@@ -45,6 +45,7 @@ from dirprune.lab.studies.direction.spectrum import (
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import conduct
 from dirprune.lab.training.runs import Run
+from dirprune.lab.training.surroundings import Surroundings
 
 CPU = torch.device("cpu")
 TIGHT = Lanczos(examples=200, batch_size=64, tolerance=1e-5)
@@ -60,7 +61,7 @@ def tiny(classes: int) -> nn.Module:
 def train(folder: Path, **changes: object) -> Run:
     recipe = recipes.get("digits").but(model="test_projection:tiny", epochs=2, keep=(0, 1, 2), **changes)
     run = runs.create(folder, recipe)
-    list(conduct(run, device=CPU))
+    list(conduct(run, Surroundings(CPU)))
     return run
 
 

@@ -21,6 +21,7 @@ from dirprune.lab.training.experiment import conduct
 from dirprune.lab.training.recipe import Recipe
 from dirprune.lab.training.runs import Outcome, Run
 from dirprune.lab.training.schedules import Schedule
+from dirprune.lab.training.surroundings import Surroundings
 
 DIGITS = recipes.get("digits").but(epochs=3, c=0.01, mu=0.7)
 
@@ -301,7 +302,7 @@ def test_a_real_run_end_to_end(tmp_path: Path) -> None:
     recipe = replace(recipes.get("digits-short"), epochs=2)
     for optimizer in ("sgd", "grda"):
         run = runs.create(tmp_path / optimizer, recipe.but(optimizer=optimizer))
-        list(conduct(run, device=torch.device("cpu")))
+        list(conduct(run, Surroundings(torch.device("cpu"))))
     made = report([tmp_path / "sgd", tmp_path / "grda"])
     [(_, [zeros])] = list(made.layers["small"].items())[1:]
     assert made.rows[1].sparsity is not None

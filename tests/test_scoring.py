@@ -26,6 +26,7 @@ from dirprune.lab.studies.direction.surgeon import surgeon_pruner, surgeon_steps
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import conduct
 from dirprune.lab.training.runs import Run
+from dirprune.lab.training.surroundings import Surroundings
 
 CPU = torch.device("cpu")
 QUICK = Lanczos(examples=300, batch_size=100)
@@ -40,7 +41,7 @@ def tiny(classes: int) -> nn.Module:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     recipe = recipes.get("digits").but(model="test_scoring:tiny", epochs=2, optimizer="sgd")
     made = runs.create(tmp_path_factory.mktemp("runs") / "sgd", recipe)
-    list(conduct(made, device=CPU))
+    list(conduct(made, Surroundings(CPU)))
     return made
 
 
@@ -271,7 +272,7 @@ def test_figure_draws_every_method(run: Run, tmp_path: Path) -> None:
 
 def test_rows_of_another_network_of_the_same_name_are_never_taken_for_ours(run: Run, tmp_path: Path) -> None:
     other = runs.create(tmp_path / "sgd", replace(run.recipe, seed=7))
-    list(conduct(other, device=CPU))
+    list(conduct(other, Surroundings(CPU)))
     measure(run, tmp_path / "out", ks=(0,))
     with pytest.raises(OtherSettings, match="another file as epoch 2 of sgd"):
         measure(other, tmp_path / "out", ks=(0,))

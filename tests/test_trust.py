@@ -16,6 +16,7 @@ from dirprune.lab import trust
 from dirprune.lab.records import checkpoint
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import conduct
+from dirprune.lab.training.surroundings import Surroundings
 
 CODE = """
 from pathlib import Path
@@ -35,7 +36,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of SGD and one of gRDA, one epoch each."""
     folder = tmp_path_factory.mktemp("trained")
     for optimizer in ("sgd", "grda"):
-        list(conduct(runs.create(folder / optimizer, RECIPE.but(optimizer=optimizer)), device=torch.device("cpu")))
+        list(
+            conduct(runs.create(folder / optimizer, RECIPE.but(optimizer=optimizer)), Surroundings(torch.device("cpu")))
+        )
     return folder
 
 

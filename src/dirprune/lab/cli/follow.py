@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from dirprune.lab.training.experiment import conduct
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.lab.training.processes import Process, joined
 from dirprune.lab.training.runs import Run, load
+from dirprune.lab.training.surroundings import Surroundings
 
 TICKS = 16
 """Updates of the bar per epoch; a power of two, so that the parts of an epoch add up to exactly one."""
@@ -54,7 +55,8 @@ def follow(
         first, is_new = process.is_first, not isinstance(run, Run)
         found = _shared(run, process)
         try:
-            _train(found, process, where, root, save_every, tensorboard and first, interruption, title, output)
+            here = Surroundings(where, root, process, save_every, stopping=interruption)
+            _train(found, here, interruption, tensorboard and first, title, output)
             stopped = first and not _conclude(found, output, is_new, process)
             if stopped and (interruption.asked or not interruption.late):  # or another process got the signal
                 raise typer.Exit(INTERRUPTED)
@@ -64,27 +66,11 @@ def follow(
 
 
 def _train(
-    run: Run,
-    process: Process,
-    device: torch.device,
-    root: Path | None,
-    save_every: int | None,
-    tensorboard: bool,
-    interruption: Interruption,
-    title: str,
-    output: Output | None,
+    run: Run, here: Surroundings, interruption: Interruption, tensorboard: bool, title: str, output: Output | None
 ) -> None:
-    first = process.is_first
+    first = here.process.is_first
     with interruption.listening(quietly=not first), _bar(run, title, first) as advance, _board(run, tensorboard) as log:
-        records = conduct(
-            run,
-            device=device,
-            root=root,
-            process=process,
-            save_every=save_every,
-            watch=lambda loader: _Watched(loader, advance),
-            stopping=interruption,
-        )
+        records = conduct(run, replace(here, watch=lambda loader: _Watched(loader, advance)))
         with suppress(KeyboardInterrupt):  # the second one
             for record in records:
                 advance(0, note=f"accuracy {record.test_accuracy:.2f}%, {record.sparsity:.1%} zero")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from dirprune.lab.training.processes import Process
 from dirprune.lab.training.recipe import Recipe
 from dirprune.lab.training.reward import Reward
 from dirprune.lab.training.runs import Outcome, Run, check_unchanged
+from dirprune.lab.training.surroundings import Surroundings
 from dirprune.optim.options import MACHINE
 
 SAVE_SECONDS = 60.0
@@ -93,48 +94,26 @@ def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
         group.update(values)
 
 
-def conduct(
-    run: Run,
-    *,
-    device: torch.device,
-    root: Path | None = None,
-    process: Process | None = None,
-    save_every: int | None = None,
-    watch: Callable[[Loader], Loader] = lambda loader: loader,
-    stopping: Callable[[], bool] = lambda: False,
-) -> Iterator[EpochRecord]:
-    """Train a run from its current epoch to the end, save checkpoints, and yield its records.
+def conduct(run: Run, here: Surroundings) -> Iterator[EpochRecord]:
+    """Train a new run, or one to continue, to the end; save checkpoints, and yield its records.
 
-    Args:
-        run: a new run, or one to continue.
-        device, root, process: where to train, where the data are, which process this is.
-        save_every: epochs between checkpoints; by default one checkpoint per minute. The last epoch, those the recipe
-            keeps, and the one after which training stops are always saved.
-        watch: wraps the training loader, e.g. to draw a progress bar.
-        stopping: called after each epoch; if it returns True, the run is saved and training stops.
+    The last epoch, those the recipe keeps, and the one after which training stops are always saved.
 
     Raises:
         Diverged: the loss is not finite.
         ValueError: the network does not fit the data, or config.json differs from what the run was trained with.
         InUse: another process is training this run.
     """
-    process = process or Process()
-    with run.locked() if process.is_first else nullcontext(), run.recipe.execution(device.type).threading():
-        yield from _conduct(run, device, root, process, save_every, watch, stopping)
+    alone = run.locked() if here.process.is_first else nullcontext()
+    with alone, run.recipe.execution(here.device.type).threading():
+        yield from _conduct(run, here)
 
 
-def _conduct(
-    run: Run,
-    device: torch.device,
-    root: Path | None,
-    process: Process,
-    save_every: int | None,
-    watch: Callable[[Loader], Loader],
-    stopping: Callable[[], bool],
-) -> Iterator[EpochRecord]:
+def _conduct(run: Run, here: Surroundings) -> Iterator[EpochRecord]:
+    device, process = here.device, here.process
     recipe = run.recipe
     execution = recipe.execution(device.type)
-    parts = assemble(recipe, device=device, root=root, process=process)
+    parts = assemble(recipe, device=device, root=here.root, process=process)
     check_fit(recipe, parts, device)
     if process.is_first:
         _check_batches(recipe, parts.loaders.train)
@@ -148,7 +127,7 @@ def _conduct(
     if process.is_first:
         checkpoint.set_aside(run.checkpoints, after=done)
         run.rewind(done)
-        run.note_session(device, process.world_size, root, parts.loaders.train.examples)
+        run.note_session(device, process.world_size, here.root, parts.loaders.train.examples)
         if found is None:
             _save(run, 0, parts, method)
     if done == recipe.epochs:
@@ -161,7 +140,7 @@ def _conduct(
     records = train(
         parts.model,
         parts.optimizer,
-        watch(parts.loaders.train),
+        here.watch(parts.loaders.train),
         parts.loaders.validation or parts.loaders.test,
         epochs=recipe.epochs,
         lr=recipe.optimizer.lr,
@@ -172,27 +151,19 @@ def _conduct(
         process=process,
         method=method,
     )
-    yield from _saving(records, run, parts, method, done, device, process, save_every, stopping)
+    yield from _saving(records, run, parts, method, done, here)
 
 
 def _saving(
-    records: Iterator[EpochRecord],
-    run: Run,
-    parts: Parts,
-    method: Method,
-    done: int,
-    device: torch.device,
-    process: Process,
-    save_every: int | None,
-    stopping: Callable[[], bool],
+    records: Iterator[EpochRecord], run: Run, parts: Parts, method: Method, done: int, here: Surroundings
 ) -> Iterator[EpochRecord]:
     """Pass records on, and write each epoch's metrics, due checkpoints and finally the outcome to the run."""
-    recipe = run.recipe
+    recipe, process, every = run.recipe, here.process, here.save_every
     saved, saved_at = done, time.monotonic()
     try:
         for record in records:
-            stops, ends = process.agree(stopping()), record.epoch == recipe.epochs
-            due = record.epoch - saved >= save_every if save_every else time.monotonic() - saved_at >= SAVE_SECONDS
+            stops, ends = process.agree(here.stopping()), record.epoch == recipe.epochs
+            due = record.epoch - saved >= every if every else time.monotonic() - saved_at >= SAVE_SECONDS
             if process.is_first:
                 run.append(record)
             if ends:
@@ -202,13 +173,13 @@ def _saving(
                     _save(run, record.epoch, parts, method)
                 saved, saved_at = record.epoch, time.monotonic()
             if ends and process.is_first:
-                run.conclude(Outcome(sparsity(parts.model), peak_memory_mib=_peak_memory(device)))
+                run.conclude(Outcome(sparsity(parts.model), peak_memory_mib=_peak_memory(here.device)))
             yield record
             if stops:
                 return
     except Divergence as error:
         if process.is_first:
-            run.conclude(Outcome(diverged=str(error), peak_memory_mib=_peak_memory(device)))
+            run.conclude(Outcome(diverged=str(error), peak_memory_mib=_peak_memory(here.device)))
         raise Diverged(_advice(run, error, saved)) from error
 
 

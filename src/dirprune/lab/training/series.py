@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from dirprune.lab.training import runs
 from dirprune.lab.training.experiment import Diverged, conduct
 from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe, differing
 from dirprune.lab.training.runs import Run
+from dirprune.lab.training.surroundings import Surroundings
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,12 @@ class Step:
     ended: bool = False
 
 
-def series(
-    planned: Sequence[Planned],
-    *,
-    device: torch.device,
-    root: Path | None = None,
-    stopping: Callable[[], bool] = lambda: False,
-) -> Iterator[Step]:
+def series(planned: Sequence[Planned], here: Surroundings) -> Iterator[Step]:
     """Train the runs that have not ended yet. A run that diverges counts as ended, and the series continues.
 
     Args:
         planned: the runs; those whose folders exist are continued.
-        device, root: where to train, and where the data are.
-        stopping: called before each run and after each epoch; if it returns True, the run is saved and this stops.
+        here: where to train; ``stopping`` is called before each run, too.
 
     Raises:
         ValueError: a folder holds another run.
@@ -55,12 +49,12 @@ def series(
     for number, plan in enumerate(planned, start=1):
         run = _open(plan)
         if run.outcome() is None:
-            if stopping():
+            if here.stopping():
                 return
             _clear(plan.recipe)
             yield Step(number, run, run.saved)
             try:
-                for record in conduct(run, device=device, root=root, stopping=stopping):
+                for record in conduct(run, here):
                     note = f"accuracy {record.test_accuracy:.2f}%, {record.weight_sparsity:.1%} of weights zero"
                     yield Step(number, run, record.epoch, note)
             except Diverged as error:

@@ -120,6 +120,7 @@ def _train(
     from dirprune.lab.studies.comparison import tables as comparison
     from dirprune.lab.studies.comparison import trials
     from dirprune.lab.studies.comparison.work import Progress, compare, wider
+    from dirprune.lab.training.surroundings import Surroundings
 
     told: set[str] = set()
 
@@ -131,7 +132,7 @@ def _train(
     sweeps = given
     while True:
         planned = plan(sweeps)
-        steps = compare(planned, out, device=device_of(device), root=root, stopping=interruption)
+        steps = compare(planned, out, Surroundings(device_of(device), root, stopping=interruption))
         titles = [trials.title(recipe) for recipe in planned]
         follow_series(steps, titles, [recipe.epochs for recipe in planned], interruption, ended=ended)
         ours = [recipe for recipe in planned if recipe.pruner.name not in given]

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from dirprune.lab.studies.comparison.ranking import read_at
 from dirprune.lab.studies.comparison.tables import CHOICES, Ended, Row, noted, shared
@@ -17,6 +15,7 @@ from dirprune.lab.studies.comparison.trials import rounded, run_name
 from dirprune.lab.training import runs
 from dirprune.lab.training.recipe import Recipe, differing
 from dirprune.lab.training.series import Planned, series
+from dirprune.lab.training.surroundings import Surroundings
 
 MOST_VALUES = 8
 """Number of values of a knob at which a sweep is no longer widened; more values would hardly help."""
@@ -36,14 +35,7 @@ class Progress:
         return self.row is not None
 
 
-def compare(
-    planned: Sequence[Recipe],
-    out: Path,
-    *,
-    device: torch.device,
-    root: Path | None = None,
-    stopping: Callable[[], bool] = lambda: False,
-) -> Iterator[Progress]:
+def compare(planned: Sequence[Recipe], out: Path, here: Surroundings) -> Iterator[Progress]:
     """Train the runs that have not ended yet, one after the other, each from its current epoch.
 
     A run that diverges counts as ended, and the comparison continues.
@@ -51,14 +43,13 @@ def compare(
     Args:
         planned: the runs, see `dirprune.lab.studies.comparison.trials.plan`.
         out: folder of the comparison; the same folder continues it.
-        device, root: where to train, and where the data are.
-        stopping: called before each run and after each epoch; if it returns True, the run is saved and this stops.
+        here: where to train; ``stopping`` is called before each run, too.
 
     Raises:
         ValueError: the folder holds runs of another comparison.
     """
     elsewhere = [each.row for each in noted(out)]
-    _check_alike(out, elsewhere, planned[0], device.type)
+    _check_alike(out, elsewhere, planned[0], here.device.type)
     ended = {row.run: row for row in elsewhere}
     missing = []
     for number, recipe in enumerate(planned, start=1):
@@ -66,7 +57,7 @@ def compare(
             yield Progress(number, recipe.epochs, row=ended[run_name(recipe)])
         else:
             missing.append((number, Planned(out / "runs" / run_name(recipe), recipe)))
-    for step in series([each for _, each in missing], device=device, root=root, stopping=stopping):
+    for step in series([each for _, each in missing], here):
         row = Row.of(step.run.read()) if step.ended else None
         yield Progress(missing[step.number - 1][0], step.epoch, step.note, row)
 

@@ -91,13 +91,14 @@ def _train_missing(
     from dirprune.lab.studies.reproduction import ledger
     from dirprune.lab.training.runs import default_name
     from dirprune.lab.training.series import Planned, Step, series
+    from dirprune.lab.training.surroundings import Surroundings
 
     if not missing:
         say("Every setting has its runs; raise --seeds for more.")
         return
     planned = [Planned(folder / default_name(recipe), recipe) for recipe in missing]
     interruption = Interruption(minutes)
-    steps = series(planned, device=device_of(device), root=root, stopping=interruption)
+    steps = series(planned, Surroundings(device_of(device), root, stopping=interruption))
     titles = [f"{recipe.name} {recipe.setting} seed {recipe.seed}" for recipe in missing]
 
     begun: dict[Path, None] = {}

@@ -1,0 +1,43 @@
+"""What a run needs from its surroundings, and what its results do not depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dirprune.lab.data.loader import Loader
+from dirprune.lab.training.processes import Process
+
+ALONE = Process()
+
+
+def as_it_is(loader: Loader) -> Loader:
+    return loader
+
+
+def never() -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where and how a run is trained.
+
+    Args:
+        device: where to train.
+        root: where the data are; by default their usual folder.
+        process: which of several processes this is.
+        save_every: epochs between checkpoints; by default one checkpoint per minute.
+        watch: wraps the training loader, e.g. to draw a progress bar.
+        stopping: called after each epoch; if it returns True, the run is saved and training stops.
+    """
+
+    device: torch.device
+    root: Path | None = None
+    process: Process = ALONE
+    save_every: int | None = None
+    watch: Callable[[Loader], Loader] = as_it_is
+    stopping: Callable[[], bool] = never
