@@ -309,8 +309,7 @@ if torch.cuda.is_available():
         model, twin = noisy().to(CUDA), noisy().to(CUDA)
         model[3].p = twin[3].p = 0.0
         optimizer, tally = captured_optimizer(model), Tally(8, CUDA)
-        example = next(iter(loaders.train))[0]
-        step = make_step(model, model, optimizer, tally, Execution(capture=True), example, [400, 238])
+        step = make_step(model, model, optimizer, tally, Execution(capture=True), loaders.train, [400, 238])
         assert isinstance(step, CapturedStep)
         plain = PlainStep(twin, captured_optimizer(twin), Tally(8, CUDA), Execution())
         for epoch in (1, 2):

@@ -148,7 +148,7 @@ def test_the_tally_keeps_every_step_and_starts_again() -> None:
 
 def test_without_cuda_what_would_be_captured_is_plain() -> None:
     model, execution = colour(), Execution(capture=True)
-    step = make_step(model, model, make_sgd(model), Tally(1, CPU), execution, colour_batch(2)[0], [2])
+    step = make_step(model, model, make_sgd(model), Tally(1, CPU), execution, [colour_batch(2)], [2])
     assert type(step) is PlainStep
     assert type(make_scoring(model, model, execution, CPU)) is PlainScoring
 
@@ -294,7 +294,7 @@ if torch.cuda.is_available():
             model = execution.place(on_cuda(dropout=0.0), CUDA)
             optimizer, tally = make(model), Tally(len(work), CUDA)
             plain = PlainStep(model, optimizer, tally, execution)
-            step = make_step(model, model, optimizer, tally, execution, work[0][0], [64, 23]) if captures else plain
+            step = make_step(model, model, optimizer, tally, execution, work, [64, 23]) if captures else plain
             assert type(step) is (CapturedStep if captures else PlainStep)
             found = losses(step, work)
             results.append((found, sparsity(model).fraction, model.state_dict()))
@@ -316,7 +316,7 @@ if torch.cuda.is_available():
             model = execution.place(wide_resnet(depth=10, width=1), CUDA).train()
             optimizer, tally = make(model), Tally(len(work), CUDA)
             plain = PlainStep(model, optimizer, tally, execution)
-            step = make_step(model, model, optimizer, tally, execution, work[0][0], [64]) if captures else plain
+            step = make_step(model, model, optimizer, tally, execution, work, [64]) if captures else plain
             results.append((losses(step, work), sparsity(model).fraction, model.state_dict()))
         (expected, expected_zeros, expected_state), (found, zeros, state) = results
         assert expected[-10:].mean() < 0.9 * expected[:10].mean()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 
 EXPERIMENTS = ("vgg16-cifar10", "wrn28x10-cifar10", "wrn28x10-cifar100")
@@ -100,6 +101,7 @@ class ImageNetRun:
     sparsity: tuple[float, ...]
 
 
+@cache
 def cells() -> list[PublishedCell]:
     """Return the 450 cells of the three CIFAR tables.
 
@@ -127,6 +129,7 @@ def settings(experiment: str) -> list[Setting]:
     return list(dict.fromkeys(cell.setting for cell in cells() if cell.setting.experiment == experiment))
 
 
+@cache
 def bands(experiment: str) -> dict[tuple[Setting, str], Band]:
     """Return the bands of an experiment by setting and metric, for every epoch up to 20 and every fifth after that."""
     if experiment not in EXPERIMENTS:

@@ -88,10 +88,8 @@ class _Trainer:
         self.device = device
         self._epoch = 0
         self.tally = Tally(len(loaders.train), device)
-        example = self.batches[0][0]
-        self.step = make_step(
-            self.model, self.model, optimizer_, self.tally, self.execution, example, batch_sizes(loaders.train)
-        )
+        sizes = batch_sizes(loaders.train)
+        self.step = make_step(self.model, self.model, optimizer_, self.tally, self.execution, batches, sizes)
 
     def steps(self, count: int) -> float:
         """Run ``count`` steps and return the seconds per step."""

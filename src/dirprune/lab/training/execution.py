@@ -222,16 +222,19 @@ def make_step(
     optimizer: Optimizer,
     tally: Tally,
     execution: Execution,
-    example: Tensor,
+    batches: Iterable[tuple[Tensor, Tensor]],
     sizes: Iterable[int],
     penalty: Penalty = no_penalty,
 ) -> PlainStep | CapturedStep:
-    """Return the step for this execution; ``parallel`` is the model, or DDP around it."""
+    """Return the step for this execution, captured for batches of these sizes that are like the first of ``batches``.
+
+    ``parallel`` is the model, or DDP around it.
+    """
     with torch.no_grad():
         if penalty() is not None:  # worth compiling: it has many small operations per layer
             penalty = execution.compiled(penalty)
-    if parallel is model and execution.captures(example.device):
+    if parallel is model and execution.captures(tally.losses.device):
         captured = CapturedStep(model, optimizer, tally, execution, penalty)
-        captured.prepare(example, sizes)
+        captured.prepare(next(iter(batches))[0], sizes)
         return captured
     return PlainStep(execution.compiled(parallel), optimizer, tally, execution, penalty)

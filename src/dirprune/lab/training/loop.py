@@ -24,6 +24,7 @@ from dirprune.lab.training.execution import Execution, PlainScoring, Scoring, Ta
 from dirprune.lab.training.lean import lowered
 from dirprune.lab.training.processes import Process
 from dirprune.lab.training.schedules import Schedule
+from dirprune.zeros import sparsity
 
 CHECK_EVERY = 200
 """Steps between checks of the loss for divergence; each check waits for the device."""
@@ -106,8 +107,7 @@ def train(
         Divergence: the loss is not finite; the model cannot be used any more.
     """
     execution, process = execution or Execution(), process or Process()
-    example = next(iter(train_set))[0]
-    device = example.device
+    device = next(model.parameters()).device
     tally = Tally(len(train_set), device)
     parallel = process.parallel(model, device)
     if method is None:
@@ -117,7 +117,8 @@ def train(
     model.train()
     weights = lowered(model, optimizer, execution) if parallel is model else nullcontext()  # DDP needs float32
     with weights:
-        step = make_step(model, parallel, optimizer, tally, execution, example, batch_sizes(train_set), method.penalty)
+        sizes = batch_sizes(train_set)
+        step = make_step(model, parallel, optimizer, tally, execution, train_set, sizes, method.penalty)
         scoring = make_scoring(model, parallel, execution, device)
     rate = math.nan
     for epoch in range(done + 1, epochs + 1):
@@ -134,7 +135,7 @@ def train(
                     step(inputs, targets, scale=len(targets) * process.world_size / size)
                     method.after_step((epoch - 1) * len(train_set) + i + 1)
                     if (i + 1) % CHECK_EVERY == 0:
-                        _check(tally, epoch, i + 1, process)
+                        _check(tally.losses[: i + 1].cpu(), epoch, process)
             training = _summarise(tally, train_set, epoch, process)
             trained = time.perf_counter()
             process.share_buffers(model)
@@ -203,10 +204,9 @@ def _epoch_seed(seed: int, epoch: int, rank: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _check(tally: Tally, epoch: int, steps: int, process: Process) -> None:
+def _check(losses: Tensor, epoch: int, process: Process) -> None:
     """Raise Divergence, in all processes together, for the first step whose loss is not finite in one of them."""
-    losses = process.sum(tally.losses[:steps].cpu()).tolist()
-    for number, loss in enumerate(losses, start=1):
+    for number, loss in enumerate(process.sum(losses).tolist(), start=1):
         if not math.isfinite(loss):
             raise Divergence(epoch, number, loss)
 
@@ -215,7 +215,8 @@ def _record(
     epoch: int, lr: float, training: Score, test: Score, method: Method, start: float, trained: float
 ) -> EpochRecord:
     """Return the record of an epoch that began at ``start`` and finished its last step at ``trained``."""
-    zeros = method.sparsity()
+    weights = method.weights()
+    zeros = sparsity(weights)
     return EpochRecord(
         epoch=epoch,
         lr=lr,
@@ -225,7 +226,7 @@ def _record(
         test_accuracy=test.accuracy,
         sparsity=zeros.fraction,
         weight_sparsity=zeros.weight_fraction,
-        norm_ratio=norm_ratio(method.weights().values()),
+        norm_ratio=norm_ratio(weights.values()),
         train_seconds=trained - start,
         test_seconds=time.perf_counter() - trained,
     )
@@ -235,7 +236,7 @@ def _summarise(tally: Tally, loader: Loader, epoch: int, process: Process) -> Sc
     """Return the epoch's mean loss and accuracy over all processes, with equal weight for every example."""
     batching = Batching(loader.batch_size, seed=0, rank=process.rank, world_size=process.world_size)
     shares = torch.tensor(batching.sizes(loader.examples), dtype=torch.float64)
-    _check(tally, epoch, len(loader), process)
-    losses, correct = tally.losses.cpu().double() * shares, tally.correct.cpu().double()
-    loss, right = process.sum(torch.stack([losses.sum(), correct.sum()])).tolist()
+    losses, correct = torch.stack([tally.losses, tally.correct]).cpu()
+    _check(losses, epoch, process)
+    loss, right = process.sum(torch.stack([(losses.double() * shares).sum(), correct.double().sum()])).tolist()
     return Score(loss / loader.examples, 100 * right / loader.examples)
