@@ -26,6 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed's own war
 OPTIONS: dict[str, Any] = {"lr": 0.1, "c": 0.02, "mu": 0.6, "momentum": 0.9}
 
 
+TARGET: dict[str, Any] = {"lr": 0.1, "target": 0.7, "steps": 12, "momentum": 0.9}
+WANTED = round(0.7 * (42 + 7 + 21 + 3))
+
+
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).double()
@@ -42,28 +46,28 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, rank: int = 0, w
         optimizer.step()
 
 
-def alone(steps: int) -> tuple[nn.Module, GRDA]:
+def alone(steps: int, options: dict[str, Any] = OPTIONS) -> tuple[nn.Module, GRDA]:
     model = network()
-    optimizer = GRDA(model.parameters(), **OPTIONS)
+    optimizer = GRDA(model.parameters(), **options)
     train(model, optimizer, range(steps))
     return model, optimizer
 
 
-def assert_equals_alone(model: nn.Module, steps: int) -> None:
-    expected = dict(alone(steps)[0].named_parameters())
+def assert_equals_alone(model: nn.Module, steps: int, options: dict[str, Any] = OPTIONS) -> None:
+    expected = dict(alone(steps, options)[0].named_parameters())
     for name, p in model.named_parameters():
         full = p.full_tensor() if hasattr(p, "full_tensor") else p
         torch.testing.assert_close(full, expected[name.removeprefix("module.")], rtol=1e-10, atol=1e-12)
         assert (full == 0).sum() == (expected[name.removeprefix("module.")] == 0).sum()
 
 
-def sharded() -> tuple[nn.Module, GRDA]:
+def sharded(options: dict[str, Any] = OPTIONS) -> tuple[nn.Module, GRDA]:
     model = network()
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
     fully_shard(model)
-    return model, GRDA(model.parameters(), **OPTIONS)
+    return model, GRDA(model.parameters(), **options)
 
 
 def gather_gradients(optimizer: Optimizer, *_: Any) -> None:
@@ -112,6 +116,31 @@ def run_fsdp(rank: int, folder: Path) -> None:
     assert_equals_alone(model, 12)
     with pytest.raises(ValueError, match="not sharded as the parameter is"):
         optimizer.load_state_dict(alone(1)[1].state_dict())
+
+
+def run_ddp_target(rank: int, folder: Path) -> None:
+    model = DistributedDataParallel(network())
+    optimizer = GRDA(model.parameters(), **TARGET)
+    for steps in (7, 12):
+        train(model, optimizer, range(optimizer.defaults["plan"].step, steps), rank, 2)
+        assert_equals_alone(model, steps, TARGET)
+    assert optimizer.progress().zeros == WANTED
+
+
+def run_fsdp_target(rank: int, folder: Path) -> None:
+    model, optimizer = sharded(TARGET)
+    for steps in (7, 12):
+        train(model, optimizer, range(optimizer.defaults["plan"].step, steps), rank, 2)
+        assert_equals_alone(model, steps, TARGET)
+    assert optimizer.progress().zeros == WANTED
+
+
+def run_fsdp_target_save(rank: int, folder: Path) -> None:
+    for steps, name in ((5, "before"), (10, "after")):  # before and after the zeros are fixed
+        model, optimizer = sharded(TARGET)
+        train(model, optimizer, range(steps), rank, 2)
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=folder / name)
 
 
 def run_fsdp_clamped(rank: int, folder: Path) -> None:
@@ -175,7 +204,7 @@ def spawn(job: Callable[[int, Path], None], folder: Path) -> set[str]:
     return {path.name for path in folder.glob("passed-*")}
 
 
-@pytest.mark.parametrize("job", [run_ddp, run_fsdp, run_fsdp_clamped])
+@pytest.mark.parametrize("job", [run_ddp, run_fsdp, run_fsdp_clamped, run_ddp_target, run_fsdp_target])
 def test_two_processes_equal_one(job: Callable[[int, Path], None], tmp_path: Path) -> None:
     assert spawn(job, tmp_path) == PASSED
 
@@ -195,3 +224,14 @@ def test_a_state_saved_in_one_process_loads_under_fsdp(tmp_path: Path) -> None:
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=tmp_path / "state")
     assert spawn(run_fsdp_load, tmp_path) == PASSED
+
+
+def test_a_target_saved_under_fsdp_is_met_in_one_process(tmp_path: Path) -> None:
+    assert spawn(run_fsdp_target_save, tmp_path) == PASSED
+    for steps, name in ((5, "before"), (10, "after")):
+        model = network()
+        optimizer = GRDA(model.parameters(), **TARGET)
+        load(model, optimizer, tmp_path / "state" / name)
+        assert optimizer.progress().step == steps
+        train(model, optimizer, range(steps, 12))
+        assert_equals_alone(model, 12, TARGET)

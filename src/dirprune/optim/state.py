@@ -68,6 +68,10 @@ class Loading:
         set_lrs(optimizer.param_groups, rates)
         for p, state in self._loaded.items():
             put_state(optimizer.state[p], self._states.get(p, {}), state)
+        if plan is not None and plan.is_fixed:  # distributed checkpoints load only what a fresh optimizer has
+            for p in (p for group in optimizer.param_groups if group["c"] for p in group["params"]):
+                if p.requires_grad and "accumulator" in optimizer.state[p]:
+                    optimizer.state[p].setdefault("pruned", optimizer.state[p]["accumulator"] == 0)
 
 
 def check_state(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
