@@ -7,8 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 from dirprune._support.batches import Batch
 from dirprune._support.graphs import Captured
 from dirprune.connect import BezierCurve, CurveProfile, FitRecord, Plane, curve_profile, fit_curve, plane_profile
-from dirprune.connect.landscape import Evaluator, Loaders, Measurement, profile_points
+from dirprune.connect.landscape import Evaluator, Measurement, profile_points
 from dirprune.weights import Weights, flatten, put, take
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -33,8 +32,13 @@ class Batches(list[Batch]):
         return (self[i] for i in order.tolist())
 
 
+class Loaders(NamedTuple):
+    train: Any
+    test: Any
+
+
 def loaders_of(train: list[Batch], test: list[Batch] | None = None) -> Loaders:
-    return SimpleNamespace(train=Batches(train), test=Batches(test or train))
+    return Loaders(Batches(train), Batches(test or train))
 
 
 class Landscape(nn.Module):
@@ -63,7 +67,11 @@ NO_CLASSES = loaders_of([(torch.zeros(1, 1), torch.zeros(1))] * 20)
 
 
 def fit(model: nn.Module, curve: BezierCurve, loaders: Loaders, **options: Any) -> list[FitRecord]:
-    return list(fit_curve(model, curve, loaders, **options))
+    return list(fit_curve(model, curve, loaders.train, **options))
+
+
+def profile_of(model: nn.Module, curve: BezierCurve, loaders: Loaders, **options: Any) -> CurveProfile:
+    return curve_profile(model, curve, *loaders, **options)
 
 
 def points_of(count: int, *, size: int, seed: int = 0, shape: tuple[int, ...] = (4,)) -> list[Batch]:
@@ -201,7 +209,7 @@ class Noting(nn.Module):
 def test_no_point_depends_on_those_measured_before_it(rebinds: bool) -> None:
     model = Noting(rebinds)
     data = [(inputs + 1, targets % 3) for inputs, targets in points_of(8, size=4)]
-    profile = curve_profile(model, BezierCurve(take(model), take(model)), loaders_of(data, data), points=3)
+    profile = curve_profile(model, BezierCurve(take(model), take(model)), *loaders_of(data, data), points=3)
     assert len({astuple(point)[1:] for point in profile.points}) == 1
     assert profile.points[0].train_loss == profile.points[0].test_loss
     assert not model.mean.any()
@@ -230,9 +238,9 @@ def test_the_fit_finds_a_valley_that_is_a_parabola(build: Callable[[Any], torch.
     """(y − x²)² vanishes on the curve from (−1, 1) to (1, 1) whose bend is (0, −1), and on no other."""
     curve = BezierCurve(at(-1, 1), at(1, 1))
     optimizer = build(curve.parameters()) if build else None
-    before = curve_profile(PARABOLA, curve, NO_CLASSES, loss_fn=output_itself)
+    before = curve_profile(PARABOLA, curve, *NO_CLASSES, loss_fn=output_itself)
     records = fit(PARABOLA, curve, NO_CLASSES, epochs=40, optimizer=optimizer, loss_fn=output_itself)
-    after = curve_profile(PARABOLA, curve, NO_CLASSES, loss_fn=output_itself)
+    after = curve_profile(PARABOLA, curve, *NO_CLASSES, loss_fn=output_itself)
     assert (before.barrier, before.highest.place) == (1.0, (0.5,))
     torch.testing.assert_close(curve.bends[0].detach(), torch.tensor([0.0, -1.0]), atol=1e-2, rtol=0)
     assert after.barrier < 1e-4
@@ -245,8 +253,8 @@ def test_the_barrier_across_a_ring_vanishes_on_the_way_around_it(bends: int, hei
     """(|w|² − 1)²: the chord of a quarter circle climbs to ¼ at its middle; the more bends, the nearer to the arc."""
     line, curve = BezierCurve(at(1, 0), at(0, 1), bends=0), BezierCurve(at(1, 0), at(0, 1), bends=bends)
     fit(RING, curve, NO_CLASSES, epochs=30, loss_fn=output_itself, schedule=lambda epoch: 0.1 if epoch < 20 else 0.01)
-    across = curve_profile(RING, line, NO_CLASSES, loss_fn=output_itself)
-    around = curve_profile(RING, curve, NO_CLASSES, loss_fn=output_itself)
+    across = curve_profile(RING, line, *NO_CLASSES, loss_fn=output_itself)
+    around = curve_profile(RING, curve, *NO_CLASSES, loss_fn=output_itself)
     assert across.barrier == pytest.approx(0.25)
     assert around.barrier < height
 
@@ -343,7 +351,7 @@ def test_a_fit_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="other tensors"):
         fit(RING, curve, loaders, optimizer=torch.optim.SGD(RING.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="no batches"):
-        fit(RING, curve, SimpleNamespace(train=Batches(), test=Batches()), epochs=1)
+        fit(RING, curve, Loaders([], []), epochs=1)
 
 
 def test_a_capture_that_cannot_be_is_refused() -> None:
@@ -354,12 +362,12 @@ def test_a_capture_that_cannot_be_is_refused() -> None:
 def test_a_loader_without_epochs_is_iterated_anew_for_each() -> None:
     torch.manual_seed(0)
     examples = [(torch.randn(2), torch.tensor(i % 2)) for i in range(12)]
-    loaders = SimpleNamespace(train=DataLoader(examples, batch_size=4, shuffle=True))
+    loaders = Loaders(DataLoader(examples, batch_size=4, shuffle=True), None)
     ends = {"weight": torch.eye(2)}, {"weight": -torch.eye(2)}
     losses = []
     for seed in (1, 1, 2):
         curve = BezierCurve(*ends)
-        records = fit_curve(nn.Linear(2, 2, bias=False), curve, loaders, epochs=2, seed=seed)
+        records = fit_curve(nn.Linear(2, 2, bias=False), curve, loaders.train, epochs=2, seed=seed)
         losses.append([record.loss for record in records])
     assert losses[0] == losses[1] != losses[2]  # the order of a shuffling loader follows from the seed too
 
@@ -369,7 +377,7 @@ def test_what_is_not_weights_by_name_and_a_fit_without_epochs_are_refused() -> N
         BezierCurve({"weight": torch.ones(2)}, torch.ones(2))  # type: ignore[arg-type]
     curve = BezierCurve({"weight": torch.eye(2)}, {"weight": torch.eye(2)})
     with pytest.raises(ValueError, match="epochs is 0; a fit needs at least one"):
-        next(fit_curve(nn.Linear(2, 2, bias=False), curve, SimpleNamespace(train=[]), epochs=0))
+        next(fit_curve(nn.Linear(2, 2, bias=False), curve, [], epochs=0))
 
 
 def test_compiled_networks_fit_and_measure_as_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +399,7 @@ def test_compiled_networks_fit_and_measure_as_plain_ones(monkeypatch: pytest.Mon
         fit(convolutional(0), curve, loaders, epochs=2, compiled=compiled, schedule=lambda epoch: 0.05)
         if compiled:
             assert compiled_for == [(16, 3, 8, 8)]
-        profile = curve_profile(convolutional(0), curve, loaders, points=2, compiled=compiled)
+        profile = curve_profile(convolutional(0), curve, *loaders, points=2, compiled=compiled)
         results.append([*(astuple(point) for point in profile.points), curve.bends[0].tolist()])
     assert results[0] == results[1]
     assert set(compiled_for) == {(16, 3, 8, 8), (8, 3, 8, 8)}
@@ -405,11 +413,11 @@ def test_control_points_are_copies() -> None:
 
 
 def test_a_fit_whose_last_step_leaves_the_numbers_is_refused() -> None:
-    loaders = SimpleNamespace(train=[(torch.eye(2), torch.tensor([0, 1]))])
+    loaders = Loaders([(torch.eye(2), torch.tensor([0, 1]))], None)
     curve = BezierCurve({"weight": torch.eye(2)}, {"weight": -torch.eye(2)})
     optimizer = torch.optim.SGD(curve.parameters(), lr=math.inf)
     with pytest.raises(FloatingPointError, match="diverged in epoch 1"):
-        list(fit_curve(nn.Linear(2, 2, bias=False), curve, loaders, epochs=1, optimizer=optimizer))
+        list(fit_curve(nn.Linear(2, 2, bias=False), curve, loaders.train, epochs=1, optimizer=optimizer))
 
 
 def test_a_weight_that_the_network_does_not_use_stays_on_the_line() -> None:
@@ -420,8 +428,8 @@ def test_a_weight_that_the_network_does_not_use_stays_on_the_line() -> None:
 
     start = take(Spare())
     curve = BezierCurve(start, {name: weight + 1 for name, weight in start.items()})
-    loaders = SimpleNamespace(train=[(torch.eye(2), torch.tensor([0, 1]))])
-    assert len(list(fit_curve(Spare(), curve, loaders, epochs=1))) == 1
+    loaders = Loaders([(torch.eye(2), torch.tensor([0, 1]))], None)
+    assert len(list(fit_curve(Spare(), curve, loaders.train, epochs=1))) == 1
     assert curve.control_points()[1]["spare"].tolist() == [1.5] * 3
 
 
@@ -434,7 +442,7 @@ def with_shared_layer(seed: int) -> nn.Sequential:
 def test_a_shared_layer_is_fitted_and_measured_as_one() -> None:
     """Compare with a loop in which the network is written out by hand."""
     start, end = take(with_shared_layer(1)), take(with_shared_layer(2))
-    loaders = SimpleNamespace(train=points_of(60, size=20), test=points_of(20, size=20))
+    loaders = Loaders(points_of(60, size=20), points_of(20, size=20))
     model = with_shared_layer(3)
     before = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
 
@@ -453,7 +461,7 @@ def test_a_shared_layer_is_fitted_and_measured_as_one() -> None:
         loss_at(expected.point(t), inputs, targets).backward()
         optimizer.step()
     torch.testing.assert_close(fitted.bends[0], expected.bends[0])
-    middle = curve_profile(model, fitted, loaders, 3).points[1]
+    middle = curve_profile(model, fitted, *loaders, 3).points[1]
     measured = [loss_at(fitted.point(0.5), *batch).item() for batch in loaders.train]
     assert middle.train_loss == pytest.approx(sum(measured) / 3)
     assert [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)] == before
@@ -480,10 +488,10 @@ def test_inputs_outputs_and_targets_may_be_nested(key: Any, pack: Callable[[Any]
         models = [Nested(seed, key, pack) if nested else normalised(seed) for seed in range(3)]
         curve = BezierCurve(take(models[1]), take(models[2]))
         batches = [(pack(inputs), {"y": targets}) for inputs, targets in plain] if nested else plain
-        loaders = SimpleNamespace(train=batches, test=batches)
+        loaders = Loaders(batches, batches)
         loss = (lambda outputs, targets: loss_fn(outputs[key], targets["y"])) if nested else loss_fn
         records = fit(models[0], curve, loaders, epochs=2, loss_fn=loss)
-        profile = curve_profile(models[0], curve, loaders, 3, loss_fn=loss)
+        profile = curve_profile(models[0], curve, *loaders, 3, loss_fn=loss)
         results.append([r.loss for r in records] + [p.train_loss for p in profile.points])
         assert all(math.isnan(p.train_error) == nested for p in profile.points)
     assert results[1] == results[0]
@@ -494,7 +502,7 @@ def test_whole_numbers_that_are_no_classes_have_no_error() -> None:
     loaders, ends = loaders_of(batches), [take(nn.Linear(6, 3)) for _ in range(2)]
     options: dict[str, Any] = {"loss_fn": lambda outputs, targets: nn.functional.mse_loss(outputs, targets.float())}
     (record,) = fit(nn.Linear(6, 3), BezierCurve(*ends), loaders, epochs=1, **options)
-    profile = curve_profile(nn.Linear(6, 3), BezierCurve(*ends), loaders, 2, **options)
+    profile = curve_profile(nn.Linear(6, 3), BezierCurve(*ends), *loaders, 2, **options)
     assert math.isnan(record.accuracy)
     assert all(math.isnan(point.test_error) and math.isfinite(point.test_loss) for point in profile.points)
 
@@ -503,7 +511,7 @@ def test_a_single_example_is_left_out_of_the_statistics_and_refused_by_the_fit()
     """In the measured loss, the batch of one still counts."""
     batches = points_of(41, size=20)
     curve = BezierCurve(take(normalised(1)), take(normalised(2)))
-    point = curve_profile(normalised(0), curve, loaders_of(batches), 2).points[0]
+    point = curve_profile(normalised(0), curve, *loaders_of(batches), 2).points[0]
     network = normalised(1)
     hidden = [network[0](inputs).detach() for inputs, _ in batches[:2]]
     network[1].running_mean.copy_(torch.stack([h.mean(0) for h in hidden]).mean(0))
@@ -520,7 +528,7 @@ def test_a_fit_makes_its_own_gradients() -> None:
     for recording in (True, False):
         with torch.set_grad_enabled(recording):
             curve = BezierCurve(take(normalised(1)), take(normalised(2)))
-            for _ in fit_curve(normalised(0), curve, loaders, epochs=2):
+            for _ in fit_curve(normalised(0), curve, loaders.train, epochs=2):
                 assert torch.is_grad_enabled() == recording
         bends.append(curve.bends[0])
     assert torch.equal(*bends)
@@ -534,13 +542,13 @@ def test_what_a_fit_cannot_use_is_refused_with_the_remedy() -> None:
     scheduled = torch.optim.SGD(curve.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(scheduled, 1)  # wraps the optimizer's step, which must still be accepted
     assert len(fit(model, curve, loaders, epochs=1, optimizer=scheduled)) == 1
-    with pytest.raises(ValueError, match=r"loaders\.train is an iterator, spent after one pass"):
-        fit(model, curve, SimpleNamespace(train=iter(loaders.train)))
-    with pytest.raises(ValueError, match=r"loaders\.train gave a tuple of 3; a batch must be a pair"):
-        fit(model, curve, SimpleNamespace(train=[(*loaders.train[0], 0)]))
-    with pytest.raises(ValueError, match=r"loaders\.test gave a tuple of 3; a batch must be a pair"):
-        curve_profile(model, curve, SimpleNamespace(train=loaders.train, test=[(*loaders.test[0], 0)]))
-    for measure in (fit, curve_profile):
+    with pytest.raises(ValueError, match=r"train is an iterator, spent after one pass"):
+        fit(model, curve, Loaders(iter(loaders.train), None))
+    with pytest.raises(ValueError, match=r"train gave a tuple of 3; a batch must be a pair"):
+        fit(model, curve, Loaders([(*loaders.train[0], 0)], None))
+    with pytest.raises(ValueError, match=r"test gave a tuple of 3; a batch must be a pair"):
+        curve_profile(model, curve, loaders.train, [(*loaders.test[0], 0)])
+    for measure in (fit, profile_of):
         with pytest.raises(ValueError, match=r"loss_fn returned a tensor of shape \(20,\)"):
             measure(model, curve, loaders, loss_fn=functools.partial(nn.functional.cross_entropy, reduction="none"))
 
@@ -554,7 +562,7 @@ def test_a_state_dict_is_not_weights() -> None:
             build()
     model, loaders = nn.Sequential(Growing(), nn.Linear(4, 2)), loaders_of(points_of(20, size=20))
     curve = BezierCurve(model.state_dict(), model.state_dict())
-    for use in (fit, curve_profile):
+    for use in (fit, profile_of):
         with pytest.raises(ValueError, match=r"'0\.scale' in .* is a buffer of the model, .*take\(model\)"):
             use(model, curve, loaders)
 
@@ -642,12 +650,12 @@ def test_model_and_random_state_are_untouched_even_between_epochs_and_points(dev
     def assert_untouched() -> None:
         torch.testing.assert_close(lent_state(model), before, rtol=0, atol=0)
 
-    for _ in fit_curve(model, curve, loaders, epochs=2):
+    for _ in fit_curve(model, curve, loaders.train, epochs=2):
         assert_untouched()
-    evaluator = Evaluator(model, SimpleNamespace(train=shuffled, test=shuffled))
+    evaluator = Evaluator(model, shuffled, shuffled)
     for _ in profile_points(evaluator, curve.point, [(0.0,), (0.5,)]):
         assert_untouched()
-    plane_profile(model, plane, loaders, grid=2)
+    plane_profile(model, plane, *loaders, grid=2)
     assert_untouched()
     assert all(torch.equal(curve.point(0)[name], start[name]) for name in start)
 
@@ -680,7 +688,7 @@ def test_the_evaluator_agrees_with_a_plain_loop(
     train, test = points_of(48, size=16, shape=(3, 8, 8)), points_of(35, size=16, seed=1, shape=(3, 8, 8))
     loaders = loaders_of(on(device, train), on(device, test))
     model = convolutional(0).to(device)
-    evaluator = Evaluator(model, loaders, channels_last=channels_last)
+    evaluator = Evaluator(model, *loaders, channels_last=channels_last)
     for seed in (1, 2, 1):
         weights = take(convolutional(seed).to(device))
         measured = evaluator(weights, (0.5,))
@@ -694,7 +702,7 @@ def test_the_evaluator_agrees_with_a_plain_loop(
 def test_autocast_lowers_the_precision_and_little_else(device: str) -> None:
     loaders = loaders_of(on(device, points_of(48, size=16, shape=(3, 8, 8))))
     model = convolutional(0).to(device)
-    full, low = (Evaluator(model, loaders, autocast=dtype)(take(model)) for dtype in (None, torch.bfloat16))
+    full, low = (Evaluator(model, *loaders, autocast=dtype)(take(model)) for dtype in (None, torch.bfloat16))
     assert low.train_loss != full.train_loss
     assert low.train_loss == pytest.approx(full.train_loss, rel=0.02)
 
@@ -710,7 +718,7 @@ def test_uneven_batches_count_by_their_samples() -> None:
     variance = torch.stack([len(x) * x.var(0) for x, _ in batches]).sum(0) / 5
     inputs, targets = (torch.cat(pieces) for pieces in zip(*batches, strict=True))
     expected = nn.functional.cross_entropy((inputs - mean) / (variance + 1e-5).sqrt(), targets)
-    assert Evaluator(model, loaders_of(batches))(take(model)).train_loss == pytest.approx(expected.item(), rel=1e-5)
+    assert Evaluator(model, *loaders_of(batches))(take(model)).train_loss == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_batchnorm_ends_reproduce_the_networks_and_stale_statistics_do_not_matter() -> None:
@@ -719,7 +727,7 @@ def test_batchnorm_ends_reproduce_the_networks_and_stale_statistics_do_not_matte
     networks = [trained(normalised(seed), train, epochs=20) for seed in (0, 1)]
     stale = normalised(2)
     stale.get_buffer("1.running_mean").fill_(100.0)
-    profile = curve_profile(stale, BezierCurve(*(take(network) for network in networks)), loaders, points=3)
+    profile = curve_profile(stale, BezierCurve(*(take(network) for network in networks)), *loaders, points=3)
     for network, measured in zip(networks, (profile.points[0], profile.points[-1]), strict=True):
         own = torch.cat([network.eval()(inputs).argmax(1) != targets for inputs, targets in test]).double().mean()
         assert measured.test_error == pytest.approx(100 * own.item(), abs=2)
@@ -729,7 +737,7 @@ def test_batchnorm_ends_reproduce_the_networks_and_stale_statistics_do_not_matte
 
 def test_a_nan_at_one_point_does_not_reach_the_next() -> None:
     model, loaders = normalised(0), loaders_of(points_of(40, size=20))
-    evaluator = Evaluator(model, loaders)
+    evaluator = Evaluator(model, *loaders)
     before = evaluator(take(model))
     assert math.isnan(evaluator({name: w * math.nan for name, w in take(model).items()}).train_loss)
     assert evaluator(take(model)) == before
@@ -738,11 +746,11 @@ def test_a_nan_at_one_point_does_not_reach_the_next() -> None:
 def test_the_evaluator_refuses_what_it_cannot_measure() -> None:
     loaders = loaders_of(points_of(20, size=20))
     with pytest.raises(ValueError, match="capture is True but the model is on cpu"):
-        Evaluator(normalised(0), loaders, capture=True)
+        Evaluator(normalised(0), *loaders, capture=True)
     with pytest.raises(ValueError, match=r"'0\.weight' is in the model but not in weights"):
-        Evaluator(normalised(0), loaders)(at(0, 0))
-    with pytest.raises(ValueError, match=r"loaders\.test gave no batches"):
-        Evaluator(normalised(0), SimpleNamespace(train=loaders.train, test=[]))(take(normalised(0)))
+        Evaluator(normalised(0), *loaders)(at(0, 0))
+    with pytest.raises(ValueError, match=r"test gave no batches"):
+        Evaluator(normalised(0), loaders.train, [])(take(normalised(0)))
 
 
 def test_a_profile_gives_barrier_place_and_best_point() -> None:
@@ -760,13 +768,13 @@ def test_a_profile_gives_barrier_place_and_best_point() -> None:
 
 def test_a_profile_is_equidistant_and_can_be_taken_up_where_it_was_left() -> None:
     line = BezierCurve(at(1, 0), at(0, 1), bends=0)
-    whole = curve_profile(RING, line, NO_CLASSES, points=5, loss_fn=output_itself)
-    rest = profile_points(Evaluator(RING, NO_CLASSES, loss_fn=output_itself), line.point, [(0.5,), (0.75,), (1.0,)])
+    whole = curve_profile(RING, line, *NO_CLASSES, points=5, loss_fn=output_itself)
+    rest = profile_points(Evaluator(RING, *NO_CLASSES, loss_fn=output_itself), line.point, [(0.5,), (0.75,), (1.0,)])
     assert [point.place for point in whole.points] == [(0.0,), (0.25,), (0.5,), (0.75,), (1.0,)]
     assert [(p.place, p.train_loss) for p in rest] == [(p.place, p.train_loss) for p in whole.points[2:]]
     assert all(math.isnan(point.train_error) for point in whole.points)
     with pytest.raises(ValueError, match="points is 1"):
-        curve_profile(RING, line, NO_CLASSES, points=1)
+        curve_profile(RING, line, *NO_CLASSES, points=1)
 
 
 # The plane.
@@ -828,22 +836,22 @@ def test_planes_without_area_and_of_other_networks_are_refused() -> None:
 def test_plane_profile_measures_the_box_and_its_margin() -> None:
     """On |w|² the loss at a place is known from its coordinates alone."""
     bowl = Landscape(lambda w: w.square().sum())
-    rows = plane_profile(
-        bowl, Plane(at(0, 0), at(2, 0), at(1, 1)), NO_CLASSES, grid=3, margin=0.5, loss_fn=output_itself
+    profile = plane_profile(
+        bowl, Plane(at(0, 0), at(2, 0), at(1, 1)), *NO_CLASSES, grid=3, margin=0.5, loss_fn=output_itself
     )
     expected = [(x, y) for y in (-0.5, 0.5, 1.5) for x in (-1.0, 1.0, 3.0)]
-    torch.testing.assert_close(torch.tensor([row.place for row in rows]), torch.tensor(expected))
-    assert [row.train_loss for row in rows] == pytest.approx([x * x + y * y for x, y in expected])
+    torch.testing.assert_close(torch.tensor([point.place for point in profile.points]), torch.tensor(expected))
+    assert [point.train_loss for point in profile.points] == pytest.approx([x * x + y * y for x, y in expected])
 
 
 def test_an_empty_batch_counts_for_nothing() -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     x, y = torch.randn(6, 3), torch.randint(2, (6,))
     full, padded = loaders_of([(x, y)]), loaders_of([(x, y), (x[:0], y[:0])])
-    profiles = [curve_profile(model, BezierCurve(take(model), take(other)), each, 3) for each in (full, padded)]
+    profiles = [curve_profile(model, BezierCurve(take(model), take(other)), *each, 3) for each in (full, padded)]
     assert profiles[0] == profiles[1]
     losses = [
-        [record.loss for record in fit_curve(model, BezierCurve(take(model), take(other)), each, epochs=1)]
+        [record.loss for record in fit_curve(model, BezierCurve(take(model), take(other)), each.train, epochs=1)]
         for each in (full, padded)
     ]
     assert losses[0] == losses[1]
@@ -855,7 +863,7 @@ def test_one_logit_of_two_classes_has_no_error_that_could_be_told() -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.binary_cross_entropy_with_logits(outputs.squeeze(1), targets.float())
 
-    found = Evaluator(model, loaders_of([(torch.randn(6, 3), torch.randint(2, (6,)))]), loss_fn=loss)(take(model))
+    found = Evaluator(model, *loaders_of([(torch.randn(6, 3), torch.randint(2, (6,)))]), loss_fn=loss)(take(model))
     assert math.isfinite(found.test_loss)
     assert math.isnan(found.test_error)
 
@@ -865,27 +873,16 @@ def test_what_is_no_weights_is_refused_by_every_curve_and_plane() -> None:
     with pytest.raises(ValueError, match="w0 is a Linear; give weights by name"):
         Plane(model, model, model)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ReLU without parameters"):
-        Evaluator(nn.ReLU(), loaders_of([(torch.zeros(2, 3), torch.zeros(2))]))
-
-
-def test_a_loader_in_place_of_both_is_refused_with_what_to_give() -> None:
-    model, data = nn.Linear(3, 2), [(torch.randn(6, 3), torch.randint(2, (6,)))]
-    curve = BezierCurve(take(model), take(nn.Linear(3, 2)))
-    with pytest.raises(
-        ValueError, match=r"list without train and test; give e\.g\. types\.SimpleNamespace\(train=…, test"
-    ):
-        curve_profile(model, curve, data, 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"list without train; give e\.g\. types\.SimpleNamespace\(train=…\)"):
-        next(fit_curve(model, curve, data))  # type: ignore[arg-type]
+        Evaluator(nn.ReLU(), *loaders_of([(torch.zeros(2, 3), torch.zeros(2))]))
 
 
 def test_a_loss_that_is_a_sum_is_refused() -> None:
     model, loss_fn = nn.Linear(3, 2), nn.CrossEntropyLoss(reduction="sum")
     curve, loaders = BezierCurve(take(model), take(model)), loaders_of([(torch.randn(6, 3), torch.randint(2, (6,)))])
     with pytest.raises(ValueError, match="loss_fn has reduction='sum'"):
-        next(fit_curve(model, curve, loaders, loss_fn=loss_fn))
+        next(fit_curve(model, curve, loaders.train, loss_fn=loss_fn))
     with pytest.raises(ValueError, match="loss_fn has reduction='sum'"):
-        curve_profile(model, curve, loaders, 2, loss_fn=loss_fn)
+        curve_profile(model, curve, *loaders, 2, loss_fn=loss_fn)
 
 
 def test_data_of_inference_mode_can_be_fitted_and_measured() -> None:
@@ -895,11 +892,11 @@ def test_data_of_inference_mode_can_be_fitted_and_measured() -> None:
         copies = data[0].clone(), data[1].clone()
     ours, theirs = (BezierCurve(take(model), take(other)) for _ in range(2))
     losses = [
-        [record.loss for record in fit_curve(model, curve, loaders_of([batch]), epochs=2)]
+        [record.loss for record in fit_curve(model, curve, [batch], epochs=2)]
         for curve, batch in ((ours, copies), (theirs, data))
     ]
     assert losses[0] == losses[1]
-    assert curve_profile(model, ours, loaders_of([copies]), 3) == curve_profile(model, theirs, loaders_of([data]), 3)
+    assert curve_profile(model, ours, *loaders_of([copies]), 3) == curve_profile(model, theirs, *loaders_of([data]), 3)
 
 
 def test_a_fit_leaves_the_inference_mode_of_its_caller() -> None:
@@ -907,6 +904,6 @@ def test_a_fit_leaves_the_inference_mode_of_its_caller() -> None:
     loaders = loaders_of([(torch.randn(6, 3), torch.randint(2, (6,)))])
     curves = [BezierCurve(take(model), take(other)) for _ in range(2)]
     with torch.inference_mode():
-        inside = [record.loss for record in fit_curve(model, curves[0], loaders, epochs=2)]
+        inside = [record.loss for record in fit_curve(model, curves[0], loaders.train, epochs=2)]
         assert torch.is_inference_mode_enabled()
-    assert inside == [record.loss for record in fit_curve(model, curves[1], loaders, epochs=2)]
+    assert inside == [record.loss for record in fit_curve(model, curves[1], loaders.train, epochs=2)]

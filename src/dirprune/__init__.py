@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dirprune.connect import BezierCurve, Plane, curve_profile, fit_curve, plane_profile
     from dirprune.cost import macs
-    from dirprune.curvature import Eigenpairs, HessianOperator, top_eigenpairs
+    from dirprune.curvature import Eigenpairs, HessianOperator, hessian_diagonal, top_eigenpairs
     from dirprune.direction import (
         directional_path,
         directional_prune,
         directional_score,
+        eigenspace_share,
         lam_for_sparsity,
         null_projection,
     )
@@ -29,7 +30,9 @@ __all__ = [
     "directional_path",
     "directional_prune",
     "directional_score",
+    "eigenspace_share",
     "fit_curve",
+    "hessian_diagonal",
     "lam_for_sparsity",
     "macs",
     "null_projection",
@@ -44,11 +47,12 @@ _HOMES = {
     "optim": ("GRDA", "prunable_groups"),
     "cost": ("macs",),
     "zeros": ("SparsityReport", "sparsity"),
-    "curvature": ("Eigenpairs", "HessianOperator", "top_eigenpairs"),
+    "curvature": ("Eigenpairs", "HessianOperator", "hessian_diagonal", "top_eigenpairs"),
     "direction": (
         "directional_path",
         "directional_prune",
         "directional_score",
+        "eigenspace_share",
         "lam_for_sparsity",
         "null_projection",
     ),

@@ -27,7 +27,7 @@ from dirprune._support.graphs import Captured, precision, states
 from dirprune._support.modes import seeded
 from dirprune._support.rates import set_lr
 from dirprune.connect.batchnorm import lacks_variance
-from dirprune.connect.landscape import Evaluator, Loaders, Measurement, check_loaders, means, profile_points, tally
+from dirprune.connect.landscape import Evaluator, Measurement, means, profile_points, tally
 from dirprune.weights import Weights, check_alike, check_fits, check_named, flatten, stateless, unflatten
 
 
@@ -100,7 +100,7 @@ class FitRecord:
 def fit_curve(
     model: nn.Module,
     curve: BezierCurve,
-    loaders: Loaders,
+    train: Iterable[Batch],
     *,
     epochs: int = 300,
     first_epoch: int = 1,
@@ -119,8 +119,8 @@ def fit_curve(
     follow from ``(seed, epoch)``: to resume, load the states of curve and optimizer and continue at ``first_epoch``.
 
     Args:
-        loaders: ``loaders.train.epoch(e)`` gives the minibatches of epoch e = first_epoch … epochs; a DataLoader, or
-            anything else without ``epoch``, is iterated once per epoch. Inputs, targets and outputs may be tensors in
+        train: ``train.epoch(e)`` gives the minibatches of epoch e = first_epoch … epochs; a DataLoader, or anything
+            else without ``epoch``, is iterated once per epoch. Inputs, targets and outputs may be tensors in
             any nesting, and are moved to the curve's device.
         optimizer: over ``curve.parameters()``; by default SGD with lr .1 and momentum .9, as published for VGG16.
         schedule: the learning rate of epoch e; by default the optimizer's own.
@@ -130,10 +130,9 @@ def fit_curve(
         compiled: `torch.compile` the network, for batches of the shape of the first one.
         capture: replay whole steps as CUDA graphs; the optimizer must then be a fused SGD with lr a CUDA tensor.
 
-    >>> from types import SimpleNamespace
-    >>> data = type("Data", (list,), {"epoch": lambda self, e: self})([(torch.eye(2), torch.tensor([0, 1]))])
+    >>> data = [(torch.eye(2), torch.tensor([0, 1]))]
     >>> curve = BezierCurve({"weight": torch.eye(2)}, {"weight": 2 * torch.eye(2)})
-    >>> fit = fit_curve(nn.Linear(2, 2, bias=False), curve, SimpleNamespace(train=data), epochs=2)
+    >>> fit = fit_curve(nn.Linear(2, 2, bias=False), curve, train=data, epochs=2)
     >>> [record.epoch for record in fit]
     [1, 2]
 
@@ -142,8 +141,7 @@ def fit_curve(
     if epochs < 1:
         raise ValueError(f"epochs is {epochs}; a fit needs at least one")
     optimizer = _checked(model, curve, optimizer, capture)
-    check_loaders(loaders, "train")
-    refuse_iterator(loaders.train, "loaders.train")
+    refuse_iterator(train, "train")
     kind = _CapturedFitStep if capture else _FitStep
     with torch.inference_mode(False):  # the caller may be in it
         step = kind(model, curve, optimizer, loss_fn, autocast, channels_last, compiled)
@@ -156,12 +154,12 @@ def fit_curve(
         step.reset()
         with seeded(seed * 1_000_003 + epoch, device), torch.inference_mode(False), torch.enable_grad():
             totals = torch.zeros(3, dtype=torch.float64, device=device)
-            for inputs, targets in pairs(_minibatches(loaders.train, epoch), "loaders.train"):
+            for inputs, targets in pairs(_minibatches(train, epoch), "train"):
                 if not examples_in(targets):  # its mean loss would be NaN
                     continue
                 t = torch.rand((), dtype=torch.float64, device="cpu").item()
                 totals += step(moved(inputs, device), moved(targets, device), t)
-        loss, error = means(totals, "loaders.train.epoch")
+        loss, error = means(totals, "train")
         if not (math.isfinite(loss) and all(bend.isfinite().all() for bend in curve.bends)):
             raise FloatingPointError(f"the fit diverged in epoch {epoch} (mean loss {loss}, lr {lr:g}); lower lr")
         yield FitRecord(epoch, lr, loss, 100 - error, time.perf_counter() - began)
@@ -261,7 +259,7 @@ def _variance_asked_for() -> Iterator[None]:
         if not lacks_variance(error):
             raise
         raise ValueError(
-            "loaders.train gave a batch of one example, of which BatchNorm has no variance; leave it out, e.g. with "
+            "train gave a batch of one example, of which BatchNorm has no variance; leave it out, e.g. with "
             "DataLoader(…, drop_last=True)"
         ) from error
 
@@ -288,8 +286,8 @@ def _checked(
 
 
 @dataclass(frozen=True)
-class CurveProfile:
-    """The measured points of a curve in the order of t, and its barriers."""
+class Profile:
+    """The measured points of a curve or a plane, and the extremes among them."""
 
     points: tuple[Measurement, ...]
 
@@ -304,6 +302,16 @@ class CurveProfile:
         return max(self.points, key=lambda point: _nan_is_worst(point.test_loss))
 
     @property
+    def best(self) -> Measurement:
+        """The point with the lowest test error; among equals, the one with the lowest test loss."""
+        return min(self.points, key=lambda point: (_nan_is_worst(point.test_error), _nan_is_worst(point.test_loss)))
+
+
+@dataclass(frozen=True)
+class CurveProfile(Profile):
+    """The measured points of a curve in the order of t, and its barriers."""
+
+    @property
     def barrier(self) -> float:
         """max loss − loss of the worse endpoint, on the training data: 0 when the curve stays in the valley."""
         return self.highest.train_loss - max(self.points[0].train_loss, self.points[-1].train_loss)
@@ -313,30 +321,29 @@ class CurveProfile:
         """The same on the test data."""
         return self.highest_test.test_loss - max(self.points[0].test_loss, self.points[-1].test_loss)
 
-    @property
-    def best(self) -> Measurement:
-        """The point with the lowest test error; among equals, the one with the lowest test loss."""
-        return min(self.points, key=lambda point: (_nan_is_worst(point.test_error), _nan_is_worst(point.test_loss)))
-
 
 def curve_profile(
-    model: nn.Module, curve: BezierCurve, loaders: Loaders, points: int = 61, **options: Any
+    model: nn.Module,
+    curve: BezierCurve,
+    train: Iterable[Batch],
+    test: Iterable[Batch],
+    points: int = 61,
+    **options: Any,
 ) -> CurveProfile:
     """Measure the curve at ``points`` equidistant t from 0 to 1, endpoints included. ``options`` are the `Evaluator`'s.
 
-    With BatchNorm, ``loaders.train`` must not be sorted by class. If it shuffles, the result depends on the global
-    seed, because the statistics are means over its batches.
+    With BatchNorm, ``train`` must not be sorted by class. If it shuffles, the result depends on the global seed,
+    because the statistics are means over its batches.
 
-    >>> from types import SimpleNamespace
     >>> data = [(torch.eye(2), torch.tensor([0, 1]))]
     >>> line = BezierCurve({"weight": torch.eye(2)}, {"weight": 2 * torch.eye(2)}, bends=0)
-    >>> curve_profile(nn.Linear(2, 2, bias=False), line, SimpleNamespace(train=data, test=data), points=3).best.place
+    >>> curve_profile(nn.Linear(2, 2, bias=False), line, train=data, test=data, points=3).best.place
     (1.0,)
     """
     if points < 2:
         raise ValueError(f"points is {points}; a profile needs at least its two endpoints")
     places = [(i / (points - 1),) for i in range(points)]
-    return CurveProfile(tuple(profile_points(Evaluator(model, loaders, **options), curve.point, places)))
+    return CurveProfile(tuple(profile_points(Evaluator(model, train, test, **options), curve.point, places)))
 
 
 class Plane:
@@ -389,10 +396,19 @@ class Plane:
 
 
 def plane_profile(
-    model: nn.Module, plane: Plane, loaders: Loaders, *, grid: int = 21, margin: float = 0.2, **options: Any
-) -> list[Measurement]:
+    model: nn.Module,
+    plane: Plane,
+    train: Iterable[Batch],
+    test: Iterable[Batch],
+    *,
+    grid: int = 21,
+    margin: float = 0.2,
+    **options: Any,
+) -> Profile:
     """Measure the places of ``plane.grid(grid, margin)``, in that order, as `curve_profile` does those of a curve."""
-    return list(profile_points(Evaluator(model, loaders, **options), plane.point, plane.grid(grid, margin)))
+    return Profile(
+        tuple(profile_points(Evaluator(model, train, test, **options), plane.point, plane.grid(grid, margin)))
+    )
 
 
 def _vector(weights: Mapping[str, Tensor], like: Weights, like_is: str, weights_is: str) -> Tensor:

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +18,6 @@ from dirprune.connect.batchnorm import batchnorms, estimate_statistics
 from dirprune.weights import Weights, put
 
 Place = tuple[float, ...]
-
-
-class TrainLoader(Protocol):
-    """Batches of (inputs, targets): plain when iterated; `epoch` gives them shuffled and augmented."""
-
-    def __iter__(self) -> Iterator[Batch]: ...
-    def epoch(self, epoch: int, /) -> Iterable[Batch]: ...
-
-
-class Loaders(Protocol):
-    """The two halves of a data set."""
-
-    @property
-    def train(self) -> TrainLoader: ...
-    @property
-    def test(self) -> Iterable[Batch]: ...
 
 
 @dataclass(frozen=True)
@@ -56,8 +40,8 @@ class Evaluator:
     the forward pass is captured once per batch shape, and the host waits once per point.
 
     Args:
-        loaders: ``loaders.train`` and ``loaders.test``, iterated once. With BatchNorm the training batches must not be
-            sorted by class. If the loader shuffles, the result depends on torch's global seed.
+        train, test: the batches, iterated once. With BatchNorm those of ``train`` must not be sorted by class. If it
+            shuffles, the result depends on torch's global seed.
         loss_fn: ``loss_fn(outputs, targets)``, a mean over the batch; batches are weighted by their number of targets.
         autocast: a lower precision for the forward pass, such as ``torch.bfloat16``.
         channels_last: hold convolution weights in that memory format; images follow in the first layer.
@@ -65,9 +49,8 @@ class Evaluator:
         capture: replay CUDA graphs; by default on CUDA. Turn it off if the forward pass waits for the device, or if a
             batch is not a pair of tensors.
 
-    >>> from types import SimpleNamespace
     >>> data = [(torch.eye(2), torch.tensor([0, 1]))]
-    >>> evaluate = Evaluator(nn.Linear(2, 2, bias=False), SimpleNamespace(train=data, test=data))
+    >>> evaluate = Evaluator(nn.Linear(2, 2, bias=False), train=data, test=data)
     >>> evaluate({"weight": 100 * torch.eye(2)}).test_error
     0.0
     """
@@ -75,7 +58,8 @@ class Evaluator:
     def __init__(
         self,
         model: nn.Module,
-        loaders: Loaders,
+        train: Iterable[Batch],
+        test: Iterable[Batch],
         *,
         loss_fn: Loss = cross_entropy,
         autocast: torch.dtype | None = None,
@@ -95,10 +79,9 @@ class Evaluator:
             self._network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if capture and self._device.type != "cuda":
             raise ValueError(f"capture is True but the model is on {self._device}; move it to a CUDA device")
-        check_loaders(loaders, "train", "test")
         # fork_rng: a torch DataLoader draws from the global generator when it is iterated.
         with torch.random.fork_rng(devices=[]):
-            self._train, self._test = self._held(loaders.train, "train"), self._held(loaders.test, "test")
+            self._train, self._test = self._held(train, "train"), self._held(test, "test")
         self._loss_fn, self._autocast = loss_fn, autocast
         self._forward = torch.compile(self._network, dynamic=False) if compiled else self._network
         self._step: Callable[[Any, Any], Tensor] = self._score
@@ -116,7 +99,7 @@ class Evaluator:
             train = self._totals(self._train)
             self._reset_buffers()
             train, test = torch.stack([train, self._totals(self._test)]).cpu()  # the only wait
-        return Measurement(place, *means(train, "loaders.train"), *means(test, "loaders.test"))
+        return Measurement(place, *means(train, "train"), *means(test, "test"))
 
     def _reset_buffers(self) -> None:
         """Restore buffers that the network changes even in eval mode: no point may depend on earlier ones."""
@@ -125,9 +108,9 @@ class Evaluator:
             if getattr(module, name) is not buffer:
                 setattr(module, name, buffer)
 
-    def _held(self, batches: Iterable[Batch], half: str) -> list[Batch]:
+    def _held(self, batches: Iterable[Batch], name: str) -> list[Batch]:
         # Empty batches are left out: their mean loss is NaN.
-        held = (batch for batch in pairs(batches, f"loaders.{half}") if examples_in(batch[1]))
+        held = (batch for batch in pairs(batches, name) if examples_in(batch[1]))
         return [moved(batch, self._device) for batch in held]
 
     def _totals(self, batches: list[Batch]) -> Tensor:
@@ -160,16 +143,6 @@ def tally(outputs: Any, targets: Any, loss: Tensor) -> Tensor:
     if _are_classes(outputs, targets):
         wrong = (outputs.argmax(1) != targets).double().mean()
     return torch.stack([loss.double(), 100 * wrong.double(), torch.ones_like(loss).double()]) * examples_in(targets)
-
-
-def check_loaders(loaders: object, *halves: str) -> None:
-    """Raise a ValueError unless the loaders have these halves."""
-    if lacking := [half for half in halves if not hasattr(loaders, half)]:
-        given = ", ".join(f"{half}=…" for half in halves)
-        raise ValueError(
-            f"loaders is a {type(loaders).__name__} without {' and '.join(lacking)}; give e.g. "
-            f"types.SimpleNamespace({given})"
-        )
 
 
 def _are_classes(outputs: Any, targets: Any) -> bool:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ from torch import nn
 
 from dirprune._support.batches import Batch
 from dirprune.connect import BezierCurve, FitRecord, Plane, fit_curve
-from dirprune.connect.landscape import Evaluator, Loaders, Place, profile_points
-from dirprune.lab.data import EVALUATION_BATCH
+from dirprune.connect.landscape import Evaluator, Place, profile_points
+from dirprune.lab.data import EVALUATION_BATCH, Loaders
 from dirprune.lab.progress import Progress
 from dirprune.lab.records import checkpoint, provenance
 from dirprune.lab.records.files import locked, write_json
@@ -166,19 +165,19 @@ class _Job:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        return self._evaluator(self.measured)
+        return self._evaluator(self.measured.train)
 
     @cached_property
     def plane_evaluator(self) -> Evaluator:
         if self.options.plane_examples is None:
             return self.evaluator
-        train = list(_first(self.measured.train, self.options.plane_examples))
-        return self._evaluator(SimpleNamespace(train=train, test=self.measured.test))
+        return self._evaluator(_first(self.measured.train, self.options.plane_examples))
 
-    def _evaluator(self, loaders: Loaders) -> Evaluator:
+    def _evaluator(self, train: Iterable[Batch]) -> Evaluator:
         return Evaluator(
             self.model,
-            loaders,
+            train,
+            self.measured.test,
             autocast=self.autocast,
             channels_last=self.execution.channels_last,
             compiled=self.execution.compile,
@@ -275,7 +274,7 @@ def _fit(job: _Job) -> Iterator[Progress]:
     records = fit_curve(
         job.model,
         job.curve,
-        job.loaders,
+        job.loaders.train,
         epochs=options.epochs,
         first_epoch=done + 1,
         optimizer=optimizer,
