@@ -41,7 +41,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def _number(value: Any) -> Any:
     try:
         return float(value)
-    except ValueError:
+    except (TypeError, ValueError):  # null, or a text
         return value
 
 

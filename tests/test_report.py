@@ -16,6 +16,7 @@ from dirprune.lab import models, plots
 from dirprune.lab.methods import MethodSpec
 from dirprune.lab.records import checkpoint
 from dirprune.lab.studies.report.report import draw, duration, layerwise, report, settings
+from dirprune.lab.studies.report.signs import SignRow, signs_figure
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import conduct
 from dirprune.lab.training.recipe import Recipe
@@ -310,7 +311,8 @@ def test_a_real_run_end_to_end(tmp_path: Path) -> None:
     assert zeros.fraction > 0
     with pytest.raises(ValueError, match="out=None"):
         draw(made)
-    assert draw(made, tmp_path / "both") == [tmp_path / "both" / "curves.png", tmp_path / "both" / "layers.png"]
+    both = [tmp_path / "both" / f"{name}.png" for name in ("curves", "signs", "layers")]  # it is its twin
+    assert draw(made, tmp_path / "both") == both
     assert draw(report([tmp_path / "grda"]))[0] == tmp_path / "grda" / "figures" / "curves.png"
 
 
@@ -327,3 +329,45 @@ def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def with_weights(run: Run, epoch: int, weights: list[float]) -> Run:
+    state = {"epoch": epoch, "model": {"w": torch.tensor([weights])}, "parameters": ["w"]}
+    checkpoint.save(run.checkpoints, epoch, state)
+    return run
+
+
+def test_signs_of_grda_are_held_against_those_of_its_twin(tmp_path: Path) -> None:
+    sparse = make_run(tmp_path / "sparse", DIGITS.but(keep=(1,)), [50.0, 60.0])
+    dense = make_run(tmp_path / "dense", DIGITS.but(optimizer="sgd"), [50.0, 60.0])
+    other = make_run(tmp_path / "other", DIGITS.but(optimizer="sgd", seed=1), [50.0, 60.0])
+    for epoch, ours, theirs in (
+        (0, [1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]),
+        (1, [0.0, 1.0, -2.0, 0.5], [3.0, 1.0, 1.0, 0.5]),
+        (2, [0.0, 0.0, 0.0, -1.0], [1.0, 1.0, 1.0, -1.0]),
+    ):
+        with_weights(sparse, epoch, ours)
+        with_weights(dense, epoch, theirs)
+        with_weights(other, epoch, theirs)
+    with_weights(sparse, 3, [1.0] * 4)  # the twin has none of this epoch
+    found = report([sparse.folder, dense.folder, other.folder])
+    rows = [(row.grda, row.sgd, row.epoch, row.zeros, row.alike) for row in found.signs]
+    assert rows == [("sparse", "dense", 1, 0.25, pytest.approx(2 / 3)), ("sparse", "dense", 2, 0.75, 1.0)]
+    assert found.to_dict()["signs"][1]["alike"] == 1.0
+    assert tmp_path / "signs.png" in draw(found, tmp_path)
+    alone = report([sparse.folder, other.folder])
+    assert alone.signs == []
+    assert tmp_path / "signs.png" not in draw(alone, tmp_path)
+
+
+def test_figure_of_signs_leaves_out_what_was_not_counted() -> None:
+    curves = {
+        "gRDA": [[record(1), record(2, signs_kept=0.9), record(3, signs_kept=1.0)]],
+        "SGD": [[record(1)]],
+    }
+    rows = [SignRow("a", "b", epoch, 0.5, share) for epoch, share in ((1, 0.8), (3, 0.9))]
+    changed, unlike = signs_figure(curves, rows).axes
+    (line,) = changed.get_lines()
+    assert line.get_xydata().tolist() == [[2, pytest.approx(10)], [3, 0.001]]
+    assert "cut at 0.001" in changed.get_ylabel()
+    assert unlike.get_lines()[0].get_ydata().tolist() == pytest.approx([20, 10])

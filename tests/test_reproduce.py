@@ -170,7 +170,7 @@ def test_collecting_keeps_six_digits_and_the_circumstances(tmp_path: Path) -> No
     header = (tmp_path / "results" / "trajectories.csv").read_text().splitlines()[0]
     assert header == (
         "run,dataset,model,optimizer,c,mu,seed,epoch,lr,train_loss,train_accuracy,test_loss,test_accuracy,"
-        "sparsity,weight_sparsity,norm_ratio,train_seconds,test_seconds"
+        "sparsity,weight_sparsity,norm_ratio,train_seconds,test_seconds,signs_kept"
     )
 
 

@@ -209,3 +209,19 @@ def test_more_files_may_join_but_none_may_change(tmp_path: Path) -> None:
     with pytest.raises(OtherSettings, match="started with another file as b: a run of the same name, or trained again"):
         settle(tmp_path, {"k": 1}, Session(), table="rows.csv", files={"a": "1", "b": "3"})
     settle(tmp_path, {"k": 1}, Session(), table="rows.csv", files={"a": "1"})
+
+
+def test_a_column_with_a_default_may_be_missing(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Old:
+        name: str
+
+    @dataclass(frozen=True)
+    class New:
+        name: str
+        share: float | None = None
+
+    write_rows(tmp_path / "rows.csv", Old, [Old("a")])
+    assert read_rows(tmp_path / "rows.csv", New) == [New("a")]
+    write_rows(tmp_path / "rows.csv", New, [New("a", 0.5), New("b")])
+    assert read_rows(tmp_path / "rows.csv", New) == [New("a", 0.5), New("b")]

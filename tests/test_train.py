@@ -156,6 +156,24 @@ def numbers(records: list[EpochRecord]) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
+def test_signs_are_compared_with_those_of_the_epoch_before(make: Callable[[nn.Module], Optimizer]) -> None:
+    def flat() -> Tensor:
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    model, loaders = noisy(), digits()
+    before, shares = flat(), []
+    schedule = Schedule("constant-linear-constant")
+    for record in train(
+        model, make(model), loaders.train, loaders.test, epochs=3, lr=0.1, schedule=schedule, seed=SEED
+    ):
+        now = flat()
+        same = [(a > 0) == (b > 0) and (a < 0) == (b < 0) for a, b in zip(before, now, strict=True)]
+        assert record.signs_kept == pytest.approx(sum(map(bool, same)) / len(same))
+        before, shares = now, [*shares, record.signs_kept]
+    assert 0 < min(shares) < 1
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
 def test_stopping_and_going_on_changes_nothing(make: Callable[[nn.Module], Optimizer]) -> None:
     model = noisy()
     optimizer = make(model)

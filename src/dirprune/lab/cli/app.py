@@ -247,12 +247,16 @@ def report(
     """Show runs side by side: table, curves, layerwise sparsity."""
     with clear_errors():
         from dirprune.lab.studies.report import report as reports
+        from dirprune.lab.studies.report import signs
 
         output, found, paths = Output(as_json), reports.report(run), []
         cells = found.cells  # shown first: drawing the figures may fail
         output.table("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2, spare=reports.SPARE)
         for note in found.notes:
             output.tell(note)
+        if found.signs:
+            title = "Signs after the same epochs"
+            output.table(title, list(signs.COLUMNS), [list(row.cells()) for row in found.signs], left=2)
         try:
             paths = reports.draw(found, out or (None if len(run) == 1 else Path("report")))
         finally:

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -94,7 +94,8 @@ def _line(cells: Iterable[Any]) -> str:
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
     """Return exactly the rows that `write_rows` wrote; [] if there is no such file.
 
-    Files saved by a spreadsheet can be read too, with a byte-order mark and other line endings.
+    A column with a default may be missing, as in tables from before it was added. Files saved by a spreadsheet can be
+    read too, with a byte-order mark and other line endings.
 
     >>> import tempfile
     >>> from dataclasses import dataclass
@@ -122,7 +123,8 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
 def _rows(file: TextIO, kind: type[Row]) -> list[Row]:
     """Return the rows of an open table; raise a ValueError that names the line and the column that cannot be read."""
     table = csv.DictReader(file)
-    if lacking := [name for name in types(kind) if name not in (table.fieldnames or ())]:
+    given = table.fieldnames or ()
+    if lacking := [each.name for each in fields(kind) if each.name not in given and each.default is MISSING]:
         raise ValueError(f"it has no column {lacking[0]}")
     return [kind(**_values(row, kind, table.line_num)) for row in table]
 
@@ -133,6 +135,8 @@ def _values(row: Mapping[Any, Any], kind: Any, line: int) -> dict[str, Any]:
         raise ValueError(f"line {line} has more cells than there are columns")
     values = {}
     for name, hint in types(kind).items():
+        if name not in row:  # a column that this table is too old for
+            continue
         if row[name] is None:
             raise ValueError(f"line {line} ends before its column {name}")
         try:

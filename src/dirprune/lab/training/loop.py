@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -35,7 +35,8 @@ class EpochRecord:
     """The results of one epoch; accuracies in percent, sparsity as a fraction.
 
     Train loss and accuracy are running means over the epoch, in training mode, on augmented data. ``norm_ratio`` is
-    ‖w‖₂/‖w‖₁ over all parameters, at least d^-½.
+    ‖w‖₂/‖w‖₁ over all parameters, at least d^-½. ``signs_kept`` is the fraction of the parameters that are positive,
+    zero or negative as they were an epoch before; old records lack it.
     """
 
     epoch: Number
@@ -49,6 +50,7 @@ class EpochRecord:
     norm_ratio: Amount
     train_seconds: Amount
     test_seconds: Amount
+    signs_kept: Fraction | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -120,7 +122,7 @@ def train(
         sizes = batch_sizes(train_set)
         step = make_step(model, parallel, optimizer, tally, execution, train_set, sizes, method.penalty)
         scoring = make_scoring(model, parallel, execution, device)
-    rate = math.nan
+    rate, signs = math.nan, signs_of(method.weights().values())
     for epoch in range(done + 1, epochs + 1):
         start = time.perf_counter()
         with weights:
@@ -128,8 +130,8 @@ def train(
                 model.train()
                 tally.reset()
                 for i, (inputs, targets) in enumerate(train_set.epoch(epoch)):
-                    before, rate = rate, lr * schedule.factor(epoch, epochs, i / len(train_set))
-                    if rate != before:
+                    last, rate = rate, lr * schedule.factor(epoch, epochs, i / len(train_set))
+                    if rate != last:
                         set_lr(optimizer, rate)
                     size = min(train_set.batch_size, train_set.examples - i * train_set.batch_size)
                     step(inputs, targets, scale=len(targets) * process.world_size / size)
@@ -142,7 +144,8 @@ def train(
             test = evaluate(model, test_set, scoring=scoring, process=process)
         if not math.isfinite(test.loss):  # no training loss has seen the weights after the last update
             raise Divergence(epoch, len(train_set), test.loss, which="test")
-        yield _record(epoch, rate, training, test, method, start, trained)
+        before, signs = signs, signs_of(method.weights().values())
+        yield _record(epoch, rate, training, test, method, start, trained, signs_kept=share_alike(before, signs))
 
 
 @torch.no_grad()
@@ -191,6 +194,18 @@ def norm_ratio(weights: nn.Module | Iterable[Tensor]) -> float:
     return float(two / one)
 
 
+@torch.no_grad()
+def signs_of(weights: Iterable[Tensor]) -> list[Tensor]:
+    """Return −1, 0 or 1 for every element, in a byte each."""
+    return [weight.sign().to(torch.int8) for weight in weights]
+
+
+def share_alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """Return the fraction of the elements in which two lists of tensors agree."""
+    alike = torch.stack([(a == b).sum() for a, b in zip(first, second, strict=True)]).sum()
+    return int(alike) / sum(tensor.numel() for tensor in first)
+
+
 def batch_sizes(loader: Loader) -> list[int]:
     """Return the batch sizes that occur in an epoch, the most common one first."""
     last = loader.examples % loader.batch_size
@@ -212,7 +227,15 @@ def _check(losses: Tensor, epoch: int, process: Process) -> None:
 
 
 def _record(
-    epoch: int, lr: float, training: Score, test: Score, method: Method, start: float, trained: float
+    epoch: int,
+    lr: float,
+    training: Score,
+    test: Score,
+    method: Method,
+    start: float,
+    trained: float,
+    *,
+    signs_kept: float,
 ) -> EpochRecord:
     """Return the record of an epoch that began at ``start`` and finished its last step at ``trained``."""
     weights = method.weights()
@@ -229,6 +252,7 @@ def _record(
         norm_ratio=norm_ratio(weights.values()),
         train_seconds=trained - start,
         test_seconds=time.perf_counter() - trained,
+        signs_kept=signs_kept,
     )
 
 

@@ -16,6 +16,7 @@ from dirprune.lab import plots
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.files import finite
 from dirprune.lab.stats import Spread
+from dirprune.lab.studies.report.signs import SignRow, beside_sgd, signs_figure
 from dirprune.lab.text import NOTHING, duration
 from dirprune.lab.training import runs
 from dirprune.lab.training.execution import Execution
@@ -117,6 +118,11 @@ class Report:
     groups: tuple[Group, ...]
     notes: tuple[str, ...]
 
+    @cached_property
+    def signs(self) -> list[SignRow]:
+        """The signs of gRDA beside those of SGD, where both were trained alike and kept checkpoints."""
+        return list(beside_sgd([run for group in self.groups for run in group.runs]))
+
     @property
     def rows(self) -> list[Row]:
         return [group.row for group in self.groups]
@@ -157,7 +163,8 @@ class Report:
             {**asdict(group.row), "label": group.label, "runs": [str(run.folder) for run in group.runs]}
             for group in self.groups
         ]
-        plain: dict[str, Any] = finite({"rows": rows, "notes": self.notes})
+        signs = [asdict(row) for row in self.signs]
+        plain: dict[str, Any] = finite({"rows": rows, "notes": self.notes, "signs": signs})
         return plain
 
 
@@ -188,7 +195,8 @@ def report(folders: Sequence[Path]) -> Report:
 
 
 def draw(report: Report, out: Path | None = None) -> list[Path]:
-    """Write the figures of a report and return their paths: curves.png, and layers.png or one per network.
+    """Write the figures of a report and return their paths: curves.png, layers.png or one per network, and
+    signs.png where a run of gRDA has a twin with SGD.
 
     Args:
         report: the report; if no epoch is finished, nothing is drawn and the list is empty.
@@ -202,6 +210,8 @@ def draw(report: Report, out: Path | None = None) -> list[Path]:
     curves = {group.label: group.records for group in report.groups}
     if any(records for group in report.groups for records in group.records):
         paths.append(plots.save(plots.training_curves(curves, report.tested_on), out / "curves.png"))
+    if report.signs:
+        paths.append(plots.save(signs_figure(curves, report.signs), out / "signs.png"))
     for network, reports in report.layers.items():
         file = "layers.png" if len(report.layers) == 1 else f"layers-{_file_name(network)}.png"
         paths.append(plots.save(plots.layerwise_sparsity(reports), out / file))

@@ -1,0 +1,85 @@
+"""Signs of weights: how many still change in an epoch, and how many of gRDA's are those of SGD.
+
+The theorem assumes that the signs settle, and that SGD has the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+
+from dirprune.lab import plots
+from dirprune.lab.plots import Axis
+from dirprune.lab.records import checkpoint
+from dirprune.lab.training import runs
+from dirprune.lab.training.recipe import FREE_TO_CHANGE, differing
+from dirprune.lab.training.runs import Run
+
+COLUMNS = ("gRDA", "SGD", "epoch", "zeros (%)", "others with SGD's sign (%)")
+
+
+@dataclass(frozen=True)
+class SignRow:
+    """gRDA beside SGD after an epoch: the fraction of its parameters that are zero, and of the others with SGD's sign.
+
+    Both runs start from the same weights and see the same minibatches.
+    """
+
+    grda: str
+    sgd: str
+    epoch: int
+    zeros: float
+    alike: float
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text, one cell for each of `COLUMNS`."""
+        return (self.grda, self.sgd, str(self.epoch), f"{100 * self.zeros:.2f}", f"{100 * self.alike:.2f}")
+
+
+def beside_sgd(members: Sequence[Run]) -> Iterator[SignRow]:
+    """Yield a row for every epoch after 0 of which a run of gRDA and its twin with SGD both have a checkpoint."""
+    dense = [run for run in members if run.recipe.optimizer.knob is None and run.recipe.method is None]
+    for grda in (run for run in members if run.recipe.optimizer.name == "grda"):
+        twin = grda.recipe.but(optimizer="sgd")
+        for sgd in (run for run in dense if not differing(run.recipe, twin, FREE_TO_CHANGE | {"name"})):
+            shared = set(checkpoint.epochs(grda.checkpoints)) & set(checkpoint.epochs(sgd.checkpoints))
+            for epoch in sorted(shared - {0}):
+                yield _compared(grda, sgd, epoch)
+
+
+def _compared(grda: Run, sgd: Run, epoch: int) -> SignRow:
+    ours, theirs = (runs.parameters_in(runs.state_of(run, epoch)[1]) for run in (grda, sgd))
+    every = sum(weight.numel() for weight in ours.values())
+    left = sum(int(weight.count_nonzero()) for weight in ours.values())
+    alike = sum(int((weight.sign() * theirs[name].sign() > 0).sum()) for name, weight in ours.items())
+    return SignRow(grda.folder.name, sgd.folder.name, epoch, 1 - left / every, alike / max(left, 1))
+
+
+@plots.styled
+def signs_figure(curves: plots.Runs, rows: Sequence[SignRow]) -> Figure:
+    """Draw the share of signs that change in an epoch, and of gRDA's signs, without the zeros, that are not SGD's.
+
+    Args:
+        curves: label → seeds → records, as for `plots.trajectories`; epochs without a count are left out.
+        rows: from `beside_sgd`.
+    """
+    figure, (changed, unlike) = plots.panels(2)
+    axis, drawn = Axis("signs that changed (%)", log=True, floor=1e-3), []
+    for index, (label, seeds) in zip(plots.places(curves), curves.items(), strict=True):
+        known = [[(r.epoch, 100 * (1 - r.signs_kept)) for r in seed if r.signs_kept is not None] for seed in seeds]
+        lines = [([epoch for epoch, _ in seed], axis.shown([share for _, share in seed])) for seed in known if seed]
+        if lines:
+            plots.draw_spread(changed, lines, label=label, index=index)
+            drawn += [share for seed in known for _, share in seed]
+    axis.fit(changed, drawn)
+    for grda, sgd in dict.fromkeys((row.grda, row.sgd) for row in rows):
+        own = [row for row in rows if (row.grda, row.sgd) == (grda, sgd)]
+        x, y = [row.epoch for row in own], [100 * (1 - row.alike) for row in own]
+        unlike.plot(x, y, marker="o", markersize=3, linewidth=0.8, color=plots.colour(1))
+    Axis("gRDA's signs unlike SGD's (%)", from_zero=True).fit(unlike, [100 * (1 - row.alike) for row in rows])
+    for axes in (changed, unlike):
+        plots.mark_epochs(axes)
+    plots.add_legend(figure)
+    return figure
