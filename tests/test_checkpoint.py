@@ -10,6 +10,7 @@ import sys
 import textwrap
 import warnings
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dirprune.lab.records.checkpoint import (
     epochs,
     latest,
     load,
+    path_of,
     prune,
     save,
 )
@@ -394,3 +396,46 @@ def test_a_checksum_that_is_none_is_told_from_a_damaged_checkpoint(folder: Path,
     assert len(checksum(folder, 1)) < 64  # reading the sidecar alone raises no error
     with pytest.raises(CorruptCheckpoint, match=r"cannot be verified: epoch-0001\.pt\.sha256 holds no checksum"):
         load(path)
+
+
+def scripted(path: Path) -> None:
+    torch.jit.script(torch.nn.Linear(2, 2)).save(str(path))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-60])
+
+
+def saved_as(content: Any) -> Callable[[Path], None]:
+    return lambda path: torch.save(content, path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (cut, "epoch-0002.pt is no checkpoint: "),
+        (lambda path: path.write_bytes(b""), "epoch-0002.pt is no checkpoint: EOFError"),
+        (lambda path: path.write_bytes(b"PK\x03\x04" + bytes(100)), "epoch-0002.pt is no checkpoint: "),
+        (lambda path: path.write_text("hello"), "epoch-0002.pt "),
+        (scripted, "epoch-0002.pt is no checkpoint: RuntimeError: Cannot use .*TorchScript"),
+        (saved_as([1, 2]), "epoch-0002.pt holds a list"),
+        (saved_as(torch.ones(2)), "epoch-0002.pt holds a Tensor"),
+    ],
+)
+def test_what_is_no_checkpoint_is_passed_over_and_said(
+    spoil: Callable[[Path], object], said: str, tmp_path: Path
+) -> None:
+    for epoch in (1, 2):
+        save(tmp_path, epoch, {"epoch": epoch})
+    path = path_of(tmp_path, 2)
+    spoil(path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    path.with_name(path.name + ".sha256").write_text(f"{digest}  {path.name}\n")
+
+    def fault(state: Any) -> str:
+        return "" if isinstance(state, dict) else f"holds a {type(state).__name__}"
+
+    with pytest.warns(CheckpointWarning, match=f"going back to .*epoch-0001.pt.*: .*{said}"):
+        assert latest(tmp_path, fault=fault) == (1, {"epoch": 1})
+    with pytest.raises(CorruptCheckpoint, match=f"{said}.*; restore it from a copy"):
+        load(path, fault=fault)

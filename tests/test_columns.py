@@ -175,3 +175,32 @@ def test_a_table_that_could_not_be_read_back_replaces_none(run: Run, monkeypatch
     with pytest.raises(ValueError, match=r"trajectories.csv is not written: .*test_accuracy='101.0'"):
         ledger.collect([run.folder], Path("results"))
     assert {path: path.read_bytes() for path in Path("results").glob("*.csv")} == before
+
+
+def test_an_option_that_config_does_not_tell_is_unknown(run: Run) -> None:
+    config = run.folder / "config.json"
+    values = json.loads(config.read_text())
+    del values["optimizer"]["mu"]
+    config.write_text(json.dumps(values))
+    (row,) = json.loads(call("report", "run", "--out", "out", "--json").stdout)["rows"]
+    assert row["setting"] == "gRDA c=0.016 μ=unknown"
+    assert (row["c"], row["mu"]) == (0.016, None)
+    for words in (["reproduce", "run", "--results", "results"], ["resume", "run"]):
+        result = call(*words)
+        assert result.exit_code == 1
+        assert re.search(r"config.json (does not say mu|says mu=None)|mu=None", result.stderr), result.stderr
+
+
+def test_a_configuration_of_odd_values_is_refused_by_name(run: Run) -> None:
+    config = run.folder / "config.json"
+    values = json.loads(config.read_text())
+    refused = []
+    for name in values:
+        for odd in ("abc", "", [], [[]], {}, None, -1, 0.5, 10**400, True, math.inf):
+            config.write_text(json.dumps(values | {name: odd}))
+            try:
+                runs.load(run.folder)
+            except ValueError as error:
+                refused.append(str(error))
+    assert {text.partition(": ")[0] for text in refused} == {"run/config.json cannot be read as a recipe"}
+    assert len(refused) > 110  # of 154

@@ -606,3 +606,48 @@ def test_a_recipe_made_of_lists_goes_on_as_one_of_tuples(tmp_path: Path) -> None
     run = runs.create(tmp_path / "run", SHORT.but(epochs=2, exempt=["bias"]))  # type: ignore[arg-type]
     next(conduct(run, Surroundings(CPU, save_every=1)))
     assert [record.epoch for record in conduct(run, Surroundings(CPU))] == [2]
+
+
+def without(*path: str) -> Callable[[dict[str, Any]], Any]:
+    """Return a function that removes a part of a checkpoint's state."""
+
+    def spoil(state: dict[str, Any]) -> Any:
+        inner = state
+        for key in path[:-1]:
+            inner = inner[key]
+        del inner[path[-1]]
+        return state
+
+    return spoil
+
+
+def having(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda state: {**state, name: value}
+
+
+def reshaped(state: dict[str, Any]) -> Any:
+    return {**state, "model": {**state["model"], "conv1.weight": torch.zeros(3)}}
+
+
+STRANGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a list": (lambda state: list(state), "holds a list, not the state of a run"),
+    "no weights": (without("model"), "holds no model of a run"),
+    "weights in a list": (having("model", []), "holds no model of a run, but a list"),
+    "a text for a tensor": (having("model", {"conv1.weight": "zeros"}), "holds no dense tensor as 'conv1.weight'"),
+    "no optimizer": (without("optimizer"), "holds no optimizer of a run"),
+    "no recipe": (without("recipe"), "holds no recipe of a run"),
+    "half a recipe": (without("recipe", "schedule"), "holds a recipe that cannot be read: 'schedule'"),
+    "a tensor less": (without("model", "conv1.bias"), "names a parameter 'conv1.bias', but does not hold it"),
+    "another shape": (reshaped, r"holds 'conv1.weight' as a tensor of shape \(3,\), and the network a tensor of shape"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_checkpoint_of_something_else_costs_an_epoch_and_no_more(name: str, tmp_path: Path) -> None:
+    spoil, said = STRANGE[name]
+    run = runs.create(tmp_path / "run", replace(SHORT, epochs=3))
+    list(conduct(run, Surroundings(CPU, save_every=1, stopping=after(2))))
+    state = checkpoint.load(checkpoint.path_of(run.checkpoints, 2))
+    checkpoint.save(run.checkpoints, 2, spoil(state))
+    with pytest.warns(CheckpointWarning, match=rf"going back to .*epoch-0001.pt.*epoch-0002.pt {said}"):
+        assert [record.epoch for record in conduct(run, Surroundings(CPU))] == [2, 3]

@@ -14,7 +14,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ import torch
 
 State = dict[str, Any]
 """Tensors, numbers, strings, and dicts and lists of them: what ``torch.load(weights_only=True)`` accepts."""
+Fault = Callable[[Any], str]
+"""Says what is wrong with the content of a file for its reader, as "holds a list"; "" if nothing is."""
 
 
 class CorruptCheckpoint(RuntimeError):
@@ -80,34 +82,49 @@ def save(folder: Path, epoch: int, state: State) -> Path:
     return path
 
 
-def load(path: Path, *, map_location: str | torch.device = "cpu") -> State:
+def _no_fault(content: Any) -> str:
+    return ""
+
+
+def load(path: Path, *, fault: Fault = _no_fault, map_location: str | torch.device = "cpu") -> State:
     """Read a checkpoint after verifying its checksum; nothing in the file is executed.
 
     Args:
         path: a file written by :func:`save`, with its ``.sha256`` beside it.
+        fault: what the reader needs of the content.
         map_location: the device of the loaded tensors.
 
     Raises:
-        CorruptCheckpoint: the checksum is missing or differs, or the file holds more than tensors and plain values.
+        CorruptCheckpoint: the checksum is missing or differs, or the file holds more than tensors and plain values, or
+            not what is needed.
         FileNotFoundError: there is no such file.
 
     Example: see :func:`save`.
     """
     try:
-        return _read(path, map_location)
+        return _read(path, fault, map_location)
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"{error}; restore it from a copy, or use another epoch's") from error
 
 
-def _read(path: Path, map_location: str | torch.device) -> State:
+def _read(path: Path, fault: Fault, map_location: str | torch.device) -> State:
     data = _verified(path)
     try:
-        state: State = torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what is no file of ours, which the error says
+            state: State = torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except pickle.UnpicklingError as error:
         # torch's own message advises loading without the protection, so it is left to the traceback.
         raise CorruptCheckpoint(
             f"{path} holds more than tensors and plain values, none of which was executed"
         ) from error
+    except Exception as error:  # torch raises many types for what is no file of its own
+        what = str(error).partition("\n")[0]
+        raise CorruptCheckpoint(f"{path} is no checkpoint: {type(error).__name__}: {what}") from error
+    if found := fault(state):
+        raise CorruptCheckpoint(f"{path} {found}")
     return state
 
 
@@ -124,11 +141,14 @@ def checksum(folder: Path, epoch: int) -> str:
     return _noted(sidecar) if sidecar.exists() else ""
 
 
-def latest(folder: Path, *, map_location: str | torch.device = "cpu") -> tuple[int, State] | None:
+def latest(
+    folder: Path, *, fault: Fault = _no_fault, map_location: str | torch.device = "cpu"
+) -> tuple[int, State] | None:
     """Return the newest valid checkpoint as ``(epoch, state)``; ``None`` if there are no checkpoints.
 
     Args:
         folder: the folder of the checkpoints.
+        fault: what the reader needs of the content; a checkpoint with a fault is not valid.
         map_location: the device of the loaded tensors.
 
     Warns:
@@ -149,7 +169,7 @@ def latest(folder: Path, *, map_location: str | torch.device = "cpu") -> tuple[i
     for epoch in reversed(epochs(folder)):
         path = path_of(folder, epoch)
         try:
-            state = _read(path, map_location)
+            state = _read(path, fault, map_location)
         except CorruptCheckpoint as error:
             problems.append(str(error))
             continue

@@ -56,7 +56,7 @@ def record(kind: type[Record], values: Any) -> Record:
         raise ValueError(f"it has {sorted(strange)[0]!r}, which this version of dirprune does not know")
     if missing := [each.name for each in fields(kind) if each.name not in values and _is_needed(each)]:
         raise ValueError(f"it has no {missing[0]}")
-    return kind(**{name: checked(kind, name, _plain(name, hints[name], value)) for name, value in values.items()})
+    return kind(**{name: checked(kind, name, plain(name, hints[name], value)) for name, value in values.items()})
 
 
 def checked(kind: Any, name: str, value: Any) -> Any:
@@ -97,8 +97,8 @@ def _is_needed(each: Any) -> bool:
     return each.default is MISSING and each.default_factory is MISSING
 
 
-def _plain(name: str, hint: Any, value: Any) -> Any:
-    """Return a value from JSON as the type of its field."""
+def plain(name: str, hint: Any, value: Any) -> Any:
+    """Return a value from JSON as the type of its field; raise a ValueError that names it if it is none."""
     if hint is Any:
         return value
     if get_origin(hint) in (Union, UnionType):
@@ -106,7 +106,10 @@ def _plain(name: str, hint: Any, value: Any) -> Any:
             return None
         (hint,) = (each for each in get_args(hint) if each is not NoneType)
     if get_origin(hint) is tuple and isinstance(value, list):
-        return tuple(_plain(f"{name}[{i}]", get_args(hint)[0], each) for i, each in enumerate(value))
+        inner = get_args(hint)
+        if inner[-1] is not Ellipsis and len(inner) != len(value):
+            raise ValueError(f"{name} has {len(value)} values, not {len(inner)}")
+        return tuple(plain(f"{name}[{i}]", inner[0], each) for i, each in enumerate(value))
     if is_dataclass(hint) and isinstance(hint, type):
         try:
             return record(hint, value)

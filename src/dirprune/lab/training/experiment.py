@@ -25,7 +25,7 @@ from dirprune.lab.training.loop import Divergence, EpochRecord, train
 from dirprune.lab.training.processes import Process
 from dirprune.lab.training.recipe import Recipe
 from dirprune.lab.training.reward import Reward
-from dirprune.lab.training.runs import Outcome, Run, check_unchanged
+from dirprune.lab.training.runs import Outcome, Run, check_unchanged, fault_of
 from dirprune.lab.training.surroundings import Surroundings
 from dirprune.optim.options import MACHINE
 
@@ -120,7 +120,7 @@ def _conduct(run: Run, here: Surroundings) -> Iterator[EpochRecord]:
     reward = Reward(parts.loaders, execution, process)
     method = recipe.method.make(seed=recipe.seed, reward=reward) if recipe.method else Method()
     process.wait()  # the first process may still be writing a checkpoint
-    found = checkpoint.latest(run.checkpoints)
+    found = checkpoint.latest(run.checkpoints, fault=_fault(run, parts.model))
     _check_records(run, found[0] if found else None, tell=process.is_first)
     done = _go_back(run, parts, method, found)
     process.wait()  # all processes must have read before the first one writes
@@ -183,16 +183,37 @@ def _saving(
         raise Diverged(_advice(run, error, saved)) from error
 
 
+def _fault(run: Run, model: nn.Module) -> checkpoint.Fault:
+    """Return what is wrong with a state for continuing this run with its network."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+    def fault(state: Any) -> str:
+        if found := fault_of(state, "recipe", "optimizer"):
+            return found
+        check_unchanged(run, state)
+        theirs = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
+        wrong = [name for name in (*shapes, *theirs) if shapes.get(name) != theirs.get(name)]
+        return (
+            f"holds {wrong[0]!r} as {_shape(theirs, wrong[0])}, and the network {_shape(shapes, wrong[0])}"
+            if wrong
+            else ""
+        )
+
+    return fault
+
+
+def _shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
+    return f"a tensor of shape {shapes[name]}" if name in shapes else "nothing"
+
+
 def _go_back(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoint.State] | None) -> int:
     """Attach the method, restore everything from the checkpoint ``found``, and return the number of finished epochs.
 
     For a finished run only the plain model is restored; the method is not attached.
     """
-    if found is not None:
-        check_unchanged(run, found[1])
-        if found[0] == run.recipe.epochs:
-            parts.model.load_state_dict(found[1]["model"])
-            return found[0]
+    if found is not None and found[0] == run.recipe.epochs:
+        parts.model.load_state_dict(found[1]["model"])
+        return found[0]
     train_set = parts.loaders.train
     steps = run.recipe.epochs * len(train_set)
     method.attach(parts.model, parts.optimizer, steps=steps, examples=train_set.examples)

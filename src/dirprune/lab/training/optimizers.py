@@ -13,6 +13,7 @@ from torch.optim import SGD
 from dirprune import GRDA, prunable_groups
 from dirprune.lab.names import unknown
 from dirprune.lab.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, UP_TO_ONE, BadValue, check
+from dirprune.lab.records.columns import plain, types
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Sgd:
     @property
     def setting(self) -> str:
         """A short description of how it prunes: "gRDA c=0.016 μ=0.7"."""
-        return " ".join([self.label, *(f"{'μ' if name == 'mu' else name}={vars(self)[name]}" for name in self.decides)])
+        told = {name: "unknown" if vars(self)[name] is None else vars(self)[name] for name in self.decides}
+        return " ".join([self.label, *(f"{'μ' if name == 'mu' else name}={value}" for name, value in told.items())])
 
     @property
     def tag(self) -> str:
@@ -147,3 +149,15 @@ def optimizer(name: str, **options: Any) -> Sgd:
         if option not in takes:
             raise BadValue(option, value, f"{name} takes {', '.join(takes)}")
     return OPTIMIZERS[name](**options)
+
+
+def as_known(name: str, **options: Any) -> Sgd:
+    """Return the optimizer that a file describes; an option that decides the sparsity and is not there stays unknown.
+
+    >>> as_known("grda", c=1e-3).setting
+    'gRDA c=0.001 μ=unknown'
+    """
+    kind: Any = OPTIMIZERS.get(name, Sgd)
+    hints = types(kind)
+    given = {key: plain(key, hints[key], value) if key in hints else value for key, value in options.items()}
+    return optimizer(name, **(dict.fromkeys(kind.decides) | given))

@@ -12,9 +12,10 @@ from typing import Any
 from dirprune.lab import trust
 from dirprune.lab.methods import MethodSpec
 from dirprune.lab.ranges import COUNT, SEED, BadValue, check
+from dirprune.lab.records.columns import plain, record, types
 from dirprune.lab.tasks import TASKS, Images
 from dirprune.lab.training.execution import Execution
-from dirprune.lab.training.optimizers import OPTIMIZERS, Grda, Sgd, optimizer
+from dirprune.lab.training.optimizers import OPTIMIZERS, Grda, Sgd, as_known, optimizer
 from dirprune.lab.training.schedules import Schedule
 
 PLAIN = Execution(channels_last=True)  # the fastest format for convolutions on a CPU, too
@@ -134,13 +135,12 @@ class Recipe:
                 "version that wrote it"
             )
         task = dict(made["task"])
-        made["task"] = TASKS[task.pop("name")](**task)
-        made["optimizer"] = optimizer(**made["optimizer"])
+        made["task"] = record(TASKS[task.pop("name")], task)
+        made["optimizer"] = as_known(**made["optimizer"])
         if method := made.get("method"):
             made["method"] = MethodSpec(method["name"], tuple((name, value) for name, value in method["options"]))
-        made["schedule"] = Schedule(**{**made["schedule"], "after": tuple(made["schedule"]["after"])})
-        made["cpu"], made["cuda"] = Execution(**made["cpu"]), Execution(**made["cuda"])
-        made["published"] = tuple((c, mu) for c, mu in made["published"])
+        hints = types(Recipe)
+        made |= {name: plain(name, hints[name], value) for name, value in made.items() if name not in PARTS}
         return Recipe(**made)
 
 

@@ -36,6 +36,11 @@ from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe, differing
 from dirprune.zeros import LayerSparsity
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+NO_RECIPE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What `Recipe.from_dict` raises for values that are none of a recipe's."""
+
+
+COPIES = "restore it: every checkpoint holds a copy under 'recipe'"
 
 
 class RunExists(FileExistsError):
@@ -228,6 +233,12 @@ class History:
         """Return the sessions' distinct values of a field, joined by semicolons: "GPU one; GPU two"."""
         return "; ".join(dict.fromkeys(str(value) for session in self.sessions if (value := getattr(session, name))))
 
+    def check_known(self) -> None:
+        """Raise unless config.json says how the run was pruned, by which tables tell runs apart."""
+        part = self.recipe.optimizer
+        if lacking := [name for name in part.decides if vars(part)[name] is None]:
+            raise ValueError(f"{self.folder / 'config.json'} does not say {lacking[0]}; {COPIES}")
+
 
 def create(folder: Path, recipe: Recipe) -> Run:
     """Create the directory of a new run; raise if it already exists. A network of the recipe's own is trusted."""
@@ -286,22 +297,42 @@ def load(folder: Path, *, trusted: bool = False) -> Run:
     config = folder / "config.json"
     if not folder.exists():
         raise FileNotFoundError(f"{folder} does not exist; name the folder of a run, as `dirprune train` makes them")
-    copies = "restore it: every checkpoint holds a copy under 'recipe'"
     if not config.is_file():
         if checkpoint.epochs(folder / "checkpoints"):
-            raise FileNotFoundError(f"{config} is gone; {copies}")
+            raise FileNotFoundError(f"{config} is gone; {COPIES}")
         inside = sorted(str(path.parent) for path in folder.glob("*/config.json"))
         remedy = f"it contains {', '.join(inside)}" if inside else "`dirprune train` makes one"
         raise FileNotFoundError(f"{folder} is not a run: it has no config.json; {remedy}")
     try:
         run = Run(folder, Recipe.from_dict(json.loads(config.read_text())))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{config} cannot be read as a recipe: {error}; {copies}") from error
+    except NO_RECIPE as error:
+        raise ValueError(f"{config} cannot be read as a recipe: {error}; {COPIES}") from error
     if trusted and ":" in run.recipe.model:
-        if found := checkpoint.latest(run.checkpoints):
+        if found := checkpoint.latest(run.checkpoints, fault=lambda state: fault_of(state, "recipe")):
             check_unchanged(run, found[1])
         trust.allow(run.recipe.model)
     return run
+
+
+def fault_of(state: Any, *needed: str) -> str:
+    """Return what is wrong with the state of a run, of which its weights and the parts ``needed`` will be used."""
+    if not isinstance(state, dict):
+        return f"holds a {type(state).__name__}, not the state of a run"
+    for part in ("model", *needed):
+        if not isinstance(state.get(part), dict):
+            return f"holds no {part} of a run" + (f", but a {type(state[part]).__name__}" if part in state else "")
+    weights = state["model"]
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+            return f"holds no dense tensor as {name!r}"
+    if lacking := [name for name in state.get("parameters", ()) if name not in weights]:
+        return f"names a parameter {lacking[0]!r}, but does not hold it"
+    if "recipe" in needed:
+        try:
+            Recipe.from_dict(state["recipe"])
+        except NO_RECIPE as error:
+            return f"holds a recipe that cannot be read: {error}"
+    return ""
 
 
 def check_unchanged(run: Run, state: checkpoint.State) -> None:
@@ -329,8 +360,8 @@ def state_of(run: Run, epoch: int | None = None) -> tuple[int, checkpoint.State]
             raise FileNotFoundError(
                 f"{run.folder} has no checkpoint of epoch {epoch}; it has {', '.join(map(str, known)) or 'none'}"
             )
-        return epoch, checkpoint.load(checkpoint.path_of(run.checkpoints, epoch))
-    found = checkpoint.latest(run.checkpoints)
+        return epoch, checkpoint.load(checkpoint.path_of(run.checkpoints, epoch), fault=fault_of)
+    found = checkpoint.latest(run.checkpoints, fault=fault_of)
     if found is None:
         if run.records():
             raise FileNotFoundError(f"the checkpoints of {run.folder} are gone; train again with another --out")

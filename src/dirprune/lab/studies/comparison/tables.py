@@ -80,8 +80,9 @@ class Row:
         """Return the row of a run that has ended.
 
         Raises:
-            ValueError: the records do not include the last epoch, whose numbers the row needs.
+            ValueError: the records do not include the last epoch, whose numbers the row needs, or a setting is unknown.
         """
+        run.check_known()
         pruner, records, outcome = run.recipe.pruner, run.records, run.outcome or Outcome()
         last = records[-1] if records else None
         reached = last.epoch if last else 0
