@@ -58,8 +58,8 @@ class Loading:
         """Put the copies in the place of what torch has cast, and give the groups the options of this machine."""
         rates = [number(group["lr"]) for group in optimizer.param_groups]
         for group, own in zip(optimizer.param_groups, self._machine, strict=True):
-            for key, value in optimizer.defaults.items():
-                group.setdefault(key, value)
+            for key in optimizer.defaults.keys() - {"differentiable"}:  # which torch adds to them when it loads
+                group.setdefault(key, optimizer.defaults[key])
             group.update(own)
         plan = optimizer.param_groups[0]["plan"]
         plan = Plan.from_dict(plan) if isinstance(plan, dict) else plan
