@@ -13,7 +13,7 @@ from test_optim import saved_and_loaded
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dirprune import GRDA
+from dirprune import GRDA, macs, prunable_groups, sparsity
 
 STEPS = 100
 RATES: dict[str, Callable[[int], float]] = {
@@ -330,3 +330,90 @@ def test_a_compiled_step_follows_the_plan() -> None:
     assert zeros(compiled) == zeros(plain) == round(0.8 * 736)
     for p, q in zip(plain.parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+class Convolutional(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(
+            nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.Flatten(), nn.Linear(72, 16)
+        )
+
+
+def train_convolutional(model: nn.Module, optimizer: GRDA, steps: int) -> None:
+    for step in range(steps):
+        inputs = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        (model(inputs) - inputs.flatten(1)[:, :16]).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("tilt", [0.0, 0.5, 1.0])
+def test_a_target_of_the_cost_is_met_to_within_a_weight(tilt: float) -> None:
+    model = Convolutional()
+    cost = macs(model, torch.zeros(1, 1, 8, 8))
+    optimizer = GRDA(prunable_groups(model, cost=cost, tilt=tilt), lr=0.05, target=0.8, steps=40, of="cost")
+    train_convolutional(model, optimizer, 40)
+    priced = [(cost[name], p) for name, p in model.named_parameters() if cost[name]]
+    removed = sum(price * int((p == 0).sum()) for price, p in priced)
+    total = sum(price * p.numel() for price, p in priced)
+    assert 0 <= removed - 0.8 * total < max(price for price, _ in priced)
+    assert optimizer.progress().share == pytest.approx(removed / total)
+    report = sparsity(model, cost=cost)
+    assert report.cost_left == pytest.approx(total - removed)
+
+
+def test_a_tilt_makes_zeros_where_they_save() -> None:
+    left = {}
+    for tilt in (0.0, 0.5, 1.0):
+        model = Convolutional()
+        cost = macs(model, torch.zeros(1, 1, 8, 8))
+        groups = prunable_groups(model, cost=cost, tilt=tilt)
+        scales = {group["cost"]: group["scale"] for group in groups if "cost" in group}
+        sizes = {group["cost"]: sum(p.numel() for _, p in group["params"]) for group in groups if "cost" in group}
+        assert scales == pytest.approx({price: (price**tilt) * scales[1.0] for price in scales})
+        assert sum(sizes[price] * math.log(scales[price]) for price in scales) == pytest.approx(0, abs=1e-9)
+        optimizer = GRDA(groups, lr=0.05, target=0.5, steps=40)
+        train_convolutional(model, optimizer, 40)
+        assert optimizer.progress().zeros == round(0.5 * optimizer.progress().weights)
+        left[tilt] = sparsity(model, cost=cost).cost_left
+    assert left[0.0] > left[0.5] > left[1.0]
+
+
+def test_a_fixed_c_grows_thresholds_in_proportion_to_the_scale() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = GRDA([{"params": weights[:1], "scale": 3.0}, {"params": weights[1:]}], lr=0.1, c=0.1, mu=0.6)
+    for _ in range(5):
+        for p in weights:
+            p.grad = torch.zeros(2)
+        optimizer.step()
+    first, second = (float(optimizer.state[p]["threshold"]) for p in weights)
+    assert first == pytest.approx(3 * second)
+    assert second == pytest.approx(0.1 * 0.1**0.5 * 0.5**0.6)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_c_max_is_where_the_last_weight_that_stands_still_becomes_zero(momentum: float) -> None:
+    start = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    for factor, expected in ((1.0 + 1e-6, 0), (1.0 - 1e-6, 1)):
+        p = nn.Parameter(start.clone())
+        optimizer = GRDA([p], lr=0.01, c=1e-3, mu=0.7, momentum=momentum)
+        for step in range(30):
+            if step == 10:
+                optimizer.param_groups[0]["c"] = optimizer.c_max(20) * factor
+            p.grad = torch.zeros(50)
+            optimizer.step()
+        assert int((p != 0).sum()) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cost": {"0.weight": 1.0}}, r"cost has None for '0\.bias'"),
+        ({"cost": {"0.weight": -1.0}}, r"cost has -1\.0 for '0\.weight'"),
+        ({"cost": {"0.weight": 1.0, "0.bias": 0.0}, "tilt": 2}, "tilt=2 is out of range"),
+    ],
+)
+def test_costs_that_are_none_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prunable_groups(nn.Sequential(nn.Linear(2, 2)), **options)

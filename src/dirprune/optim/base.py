@@ -179,8 +179,14 @@ class Thresholded(Optimizer):
 
     def _thresholded(self) -> list[tuple[Tensor, dict[str, Any], float, float]]:
         """Return (parameter, group, scale, cost) of all weights that a target counts."""
-        groups = [group for group in self.param_groups if group["c"]]
-        return [(p, group, 1.0, 1.0) for group in groups for p in group["params"] if p.requires_grad]
+        counts_cost = self.defaults["plan"].of == "cost"
+        return [
+            (p, group, group["scale"], group["cost"] if counts_cost else 1.0)
+            for group in self.param_groups
+            if group["c"]
+            for p in group["params"]
+            if p.requires_grad
+        ]
 
     def _members(self) -> list[Member]:
         return [

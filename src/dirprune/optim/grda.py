@@ -6,6 +6,7 @@ The class follows the conventions of torch optimizers. The equations alone are i
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from dirprune._support.rates import number
 from dirprune.optim.base import Thresholded
 from dirprune.optim.paths import choose_path, refuse_capture
 from dirprune.optim.state import check_shapes, local
@@ -44,6 +46,7 @@ class GRDA(Thresholded):
         params: parameters or parameter groups, as for any torch optimizer; see also `prunable_groups`.
         lr: learning rate γ, a number or a tensor.
         target: the share of zeros to end with, e.g. 0.95, met exactly; ``c`` and ``mu`` are not needed then.
+        of: what the target is a share of: the ``"weights"``, or the ``"cost"`` that `prunable_groups` was given.
         steps: how many optimizer steps the run takes; if not known yet, call `plan` before the first one.
         prune_from, prune_until: the part of the run in which the zeros of a target come. Before it, all weights train.
             After it, the zeros are fixed, and the weights that are left train on without a threshold.
@@ -84,6 +87,7 @@ class GRDA(Thresholded):
         maximize: bool = False,
         target: float | None = None,
         steps: int | None = None,
+        of: str = "weights",
         prune_from: float = 0.1,
         prune_until: float = 0.7,
         shape: str = "soft",
@@ -104,7 +108,7 @@ class GRDA(Thresholded):
         elif c is not None:
             raise ValueError(f"c={c} and target={target} exclude each other: the target finds c by itself; give one")
         else:
-            plan = Plan(target, steps, prune_from=prune_from, prune_until=prune_until)
+            plan = Plan(target, steps, of, prune_from=prune_from, prune_until=prune_until)
         defaults = {
             "lr": lr,
             "c": (5e-4 if c is None else c) if plan is None else 1.0,
@@ -115,11 +119,30 @@ class GRDA(Thresholded):
             "maximize": maximize,
             "shape": shape,
             "plan": plan,
+            "scale": 1.0,
+            "cost": 1.0,
             "foreach": foreach,
             "fused": fused,
             "capturable": capturable,
         }
         super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def c_max(self, steps: int) -> float:
+        """Return the smallest ``c`` that makes every weight zero in so many steps at the present rates.
+
+        It supposes that the accumulators stay as they are: an upper end for a search for ``c``.
+        """
+        largest = 0.0
+        for group in self.param_groups:
+            rate, mu = number(group["lr"]) / (1 - group["momentum"]), group["mu"]
+            for p in group["params"] if group["c"] else ():
+                state = self.begin(p, group)
+                v, tau, n = state["accumulator"], float(state["threshold"]), float(state["step"])
+                gap = max(0.0, float(v.abs().max()) - tau) if v.numel() else 0.0
+                growth = group["scale"] * rate ** (mu + 0.5) * ((n + steps) ** mu - n**mu)
+                largest = max(largest, gap / growth if growth > 0 else math.inf)
+        return largest
 
     def _init_group(
         self,
@@ -134,7 +157,7 @@ class GRDA(Thresholded):
     ) -> None:
         # torch.compile knows this method by its name and its signature, and traces the step without it.
         has_momentum = bool(group["momentum"])
-        are_fixed = any("pruned" in self.state[p] for p in group["params"])
+        are_fixed = any("pruned" in self.state.get(p, ()) for p in group["params"])
         for p in group["params"]:
             grad = p.grad
             if grad is None:
@@ -155,6 +178,8 @@ class GRDA(Thresholded):
                     state["momentum_buffer"] = torch.zeros_like(state["accumulator"])
                 buffers.append(state["momentum_buffer"])
             if are_fixed:
+                if "pruned" not in state:  # it was frozen when the zeros were fixed
+                    state["pruned"] = torch.zeros_like(state["accumulator"], dtype=torch.bool)
                 pruned.append(state["pruned"])
         if not _PLAIN.issuperset(map(type, chain(params, grads, accumulators, buffers, pruned))):
             torch.autograd.graph.increment_version(params)  # their shards are written behind autograd's back

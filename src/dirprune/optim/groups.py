@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,7 +17,12 @@ _WITH_NORM = re.compile(r"[Nn]orm(?![a-z])")  # but not Normalize or Enormous
 
 
 def prunable_groups(
-    model: nn.Module, c: float | None = None, exempt: Sequence[str] = ("bias", "norm")
+    model: nn.Module,
+    c: float | None = None,
+    exempt: Sequence[str] = ("bias", "norm"),
+    *,
+    cost: Mapping[str, float] | None = None,
+    tilt: float = 0.5,
 ) -> list[dict[str, Any]]:
     """Return parameter groups for `GRDA`: one to prune, and one that stays dense with ``c = 0``.
 
@@ -25,6 +31,10 @@ def prunable_groups(
         c: the pruning strength of all parameters that are not exempt; by default the optimizer's, or its target's.
         exempt: any of ``"bias"`` (every parameter whose name says bias), ``"norm"`` (the parameters of normalisation
             layers), and patterns of parameter names such as ``"head.*"``.
+        cost: what one weight of each parameter costs, by name, as `macs` returns it. There is then a group for each
+            cost, and parameters that cost nothing stay dense.
+        tilt: thresholds grow in proportion to costᵗⁱˡᵗ, with a geometric mean of 1 over the weights, so that zeros go
+            where they save; 0 prunes all alike.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
@@ -53,11 +63,35 @@ def prunable_groups(
                     f"exempt={rule!r} matches no parameter; use 'bias', 'norm' or a pattern of names{some}"
                 )
             kept_dense.update(matches)
+    if cost is not None:
+        kept_dense.update(p for name, p in model.named_parameters() if _cost_of(name, cost) == 0)
     prunable = [(name, p) for name, p in model.named_parameters() if p not in kept_dense]
     dense = [(name, p) for name, p in model.named_parameters() if p in kept_dense]
     strength = {} if c is None else {"c": c}
-    groups: list[dict[str, Any]] = [{"params": prunable, **strength}, {"params": dense, "c": 0.0}]
+    pruned = [{"params": prunable}] if cost is None else _by_cost(prunable, cost, tilt)
+    groups: list[dict[str, Any]] = [*({**group, **strength} for group in pruned), {"params": dense, "c": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def _by_cost(named: Sequence[tuple[str, Tensor]], cost: Mapping[str, float], tilt: float) -> list[dict[str, Any]]:
+    """Return a group for each cost of a weight, with the scale of its threshold."""
+    if not 0 <= tilt <= 1:
+        raise ValueError(f"tilt={tilt} is out of range; give a number from 0 (all alike) to 1, e.g. tilt=0.5")
+    members: dict[float, list[tuple[str, Tensor]]] = {}
+    for name, p in named:
+        members.setdefault(cost[name], []).append((name, p))
+    logs = {price: tilt * math.log(price) for price in members}
+    weights = {price: sum(p.numel() for _, p in group) for price, group in members.items()}
+    mean = sum(logs[price] * weights[price] for price in members) / max(1, sum(weights.values()))
+    return [{"params": group, "cost": price, "scale": math.exp(logs[price] - mean)} for price, group in members.items()]
+
+
+def _cost_of(name: str, cost: Mapping[str, float]) -> float:
+    if not 0 <= cost.get(name, -1) < math.inf:
+        raise ValueError(
+            f"cost has {cost.get(name)!r} for {name!r}; give a number ≥ 0 for every parameter, as macs(model, x) does"
+        )
+    return cost[name]
 
 
 def _is_bias(name: str) -> bool:

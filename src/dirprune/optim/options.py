@@ -58,6 +58,9 @@ def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
     # At μ ≤ 1 the first step's growth, at a rate that stays, is the largest.
     if lr > 0 and math.log(max(c, 1.0)) + (mu + 0.5) * math.log(lr / (1 - momentum)) > _LOG_LARGEST:
         raise ValueError(f"lr={lr} and c={c} give a threshold beyond the range of float64; give smaller ones")
+    for name in ("scale", "cost"):
+        if not (isinstance(options[name], Real) and 0 < options[name] < math.inf):
+            raise ValueError(f"{name}={options[name]!r} of a group is out of range; give a finite number > 0, e.g. 1.0")
     if options["shape"] not in SHAPES:
         raise ValueError(f"shape={options['shape']!r} is not known; take one of {', '.join(SHAPES)}")
     if options["plan"] is not None and c not in (0.0, 1.0):

@@ -124,8 +124,8 @@ class Plan:
         """Raise if the members cannot give the zeros that are asked for."""
         if not any(m.total for m in members):
             raise ValueError(
-                f"target={self.target}, and there is no weight to prune: every group has c=0, or its weights cost "
-                "nothing or need no gradient; leave some group without c, e.g. with prunable_groups(model)"
+                f"target={self.target}, and there is no weight to prune: every group has c=0, or its weights need "
+                "no gradient; leave some group without c, e.g. with prunable_groups(model)"
             )
         least = self.least(members)
         if sum((m.p.numel() - n) * m.cost for m, n in zip(members, least, strict=True)) < self.goal(members):

@@ -59,7 +59,7 @@ class Rule(NamedTuple):
     def of(cls, group: dict[str, Any]) -> Rule:
         """Return the rule of a parameter group; where there is a target, its plan moves the threshold."""
         rule = cls(*[group[name] for name in MATHEMATICS])
-        return rule if group["plan"] is None else rule._replace(c=0.0)
+        return rule._replace(c=rule.c * group["scale"] if group["plan"] is None else 0.0)
 
 
 def take_step(tensors: Tensors, rule: Rule, *, foreach: bool = False, capturable: bool = False) -> None:
