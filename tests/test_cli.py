@@ -272,14 +272,19 @@ def test_every_override_reaches_the_configuration(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(follow, "follow", only_make)
     words = "--c .25 --mu .75 --lr .5 --epochs 7 --batch-size 9 --seed 11 --model resnet18"
     words += " --validation .125 --keep 3,5 --precision float32 --no-compile --data d --device cpu --save-every 4"
-    words += " --minutes 9 --lean"
+    words += " --minutes 9 --lean --momentum .5 --nesterov --weight-decay .01 --schedule cosine:warmup=2 --no-augment"
+    words += " --exempt bias,head.*"
     call("train", "vgg16-cifar10", *words.split(), "--tensorboard", "--out", "run")
     found, plain = json.loads(Path("run/config.json").read_text()), recipes.get("vgg16-cifar10").to_dict()
     changed = {key: value for key, value in found.items() if json.loads(json.dumps(plain[key])) != value}
     execution, on_cpu = changed.pop("cuda"), changed.pop("cpu")
     assert changed == {
-        "optimizer": {**plain["optimizer"], "c": 0.25, "mu": 0.75, "lr": 0.5, "exempt": []},
-        "task": {**plain["task"], "validation": 0.125},
+        "optimizer": {
+            **{"name": "grda", "c": 0.25, "mu": 0.75, "lr": 0.5, "exempt": ["bias", "head.*"]},
+            **{"momentum": 0.5, "nesterov": True, "weight_decay": 0.01},
+        },
+        "task": {**plain["task"], "validation": 0.125, "augment": False},
+        "schedule": {"kind": "cosine", "after": [], "every": 0, "warmup": 2.0},
         **{"epochs": 7, "batch_size": 9, "seed": 11, "model": "resnet18", "keep": [3, 5]},
     }
     assert execution == {**plain["cuda"], "precision": "float32", "compile": False, "lean": True}
@@ -292,6 +297,16 @@ def test_every_override_reaches_the_configuration(monkeypatch: pytest.MonkeyPatc
         "tensorboard": True,
         "output": Output(),
     }
+
+
+def test_a_share_of_zeros_is_met() -> None:
+    words = ("--model", LINEAR, "--epochs", 2, "--batch-size", 200)
+    result = call("train", "digits", *words, "--sparsity", 0.75, "--out", "run")
+    assert result.exit_code == 0, result.stderr
+    assert runs.load(Path("run")).records()[-1].weight_sparsity == 0.75  # of 640 weights, without the biases
+    for other in (("--c", 0.1), ("--optimizer", "sgd"), ("--mu", 0.6)):
+        assert call("train", "digits", "--sparsity", 0.75, *other, "--out", "other").exit_code == 1
+    assert not Path("other").exists()
 
 
 def test_options_of_another_optimizer_are_refused() -> None:

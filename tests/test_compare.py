@@ -84,7 +84,14 @@ def _quick_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_by_default_every_method_takes_part_and_shares_all_but_its_own_options() -> None:
     planned = plan(SHORT, sparsities=(0.5, 0.8), seeds=2, batches=4)
-    assert {recipe.pruner.name for recipe in planned} == {"grda", "sgd", "rda", "magnitude", *list(methods.METHODS)[3:]}
+    assert {recipe.pruner.name for recipe in planned} == {
+        "grda",
+        "grda-target",
+        "sgd",
+        "rda",
+        "magnitude",
+        *list(methods.METHODS)[3:],
+    }
     own = {"optimizer", "method", "options", "c", "lam", "seed"}
     assert all(differing(recipe, SHORT, free=own) == [] for recipe in planned)
     assert [recipe.seed for recipe in planned] == sorted(recipe.seed for recipe in planned)
@@ -131,7 +138,7 @@ def test_a_sweep_that_cannot_be_read_is_refused(text: str) -> None:
     ("options", "words"),
     [
         ({"methods": ("rigel",)}, "Did you mean 'rigl'"),
-        ({"methods": ()}, r"methods=\(\) names no method; choose from grda, sgd, rda"),
+        ({"methods": ()}, r"methods=\(\) names no method; choose from grda, grda-target, sgd, rda"),
         ({"sweeps": {"grda": [1e-3]}}, "--sweep names grda, which is not among --methods"),
         ({"sparsities": (0.5, 1.5)}, "sparsity=1.5"),
         ({"seeds": 0}, "seeds=0"),
@@ -805,8 +812,8 @@ def test_published_numbers_are_drawn_without_a_run(tmp_path: Path) -> None:
         (command("--sparsity", "90"), "write fractions between 0 and 1"),
         (command("--sparsity", "a"), "is not a list of sparsities"),
         (command("--methods", "rigel"), "Did you mean 'rigl'"),
-        (command("--methods", ""), "choose from grda, sgd, rda, magnitude"),
-        (command("--methods", " , "), "choose from grda, sgd, rda, magnitude"),
+        (command("--methods", ""), "choose from grda, grda-target, sgd, rda, magnitude"),
+        (command("--methods", " , "), "choose from grda, grda-target, sgd, rda, magnitude"),
         (command("--minutes", 0), "--minutes 0 leaves no time to train; give more than 0"),
         (command("--minutes=-1"), "--minutes -1 leaves no time"),
         (command("--minutes", "nan"), "--minutes nan leaves no time"),

@@ -52,6 +52,7 @@ RECIPES = {
     "small-grda": SHORT,
     "noisy-grda": NOISY,
     "noisy-sgd": NOISY.but(optimizer="sgd", momentum=0.9),
+    "noisy-target": NOISY.but(optimizer="grda-target", sparsity=0.8, momentum=0.9),
     "noisy-rda": NOISY.but(optimizer="rda", lam=0.01),
     **{
         f"noisy-{name}": NOISY.but(optimizer="sgd", momentum=0.9, method=MethodSpec.of(name, **options))

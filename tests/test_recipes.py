@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from dirprune.lab.tasks import Images
 from dirprune.lab.training import recipes
 from dirprune.lab.training.execution import Execution
 from dirprune.lab.training.experiment import make_optimizer
-from dirprune.lab.training.optimizers import Grda, Sgd
+from dirprune.lab.training.optimizers import Grda, Sgd, TargetGrda
 from dirprune.lab.training.recipe import Recipe, differing
 from dirprune.lab.training.schedules import Schedule
 
@@ -189,6 +190,9 @@ def test_a_recipe_with_every_field_changed_survives_json() -> None:
     assert [name for name in theirs if ours[name] == theirs[name]] == []
     assert set(differing(plain, changed)) == set(theirs)
     assert Recipe.from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
+    target = plain.but(optimizer="grda-target", sparsity=0.7)
+    assert target.optimizer == TargetGrda(lr=0.1, sparsity=0.7, exempt=("bias", "norm"))
+    assert Recipe.from_dict(json.loads(json.dumps(target.to_dict()))) == target
     rest = plain.but(lr=0.3, mu=0.9, c=0.0, exempt=("bias",), momentum=0.1, nesterov=True, weight_decay=1e-4)
     assert Recipe.from_dict(json.loads(json.dumps(rest.to_dict()))) == rest
 
@@ -243,6 +247,53 @@ def test_bad_values_are_refused_by_name(name: str, value: Any) -> None:
     changes: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match="^" + re.escape(f"{name}={value!r} cannot be used; ")):
         recipes.get("digits").but(**changes)
+
+
+OWN = """
+from dirprune.lab.methods import MethodSpec
+from dirprune.lab.tasks import Images
+from dirprune.lab.training.optimizers import Sgd
+from dirprune.lab.training.recipe import Recipe
+
+def recipe():
+    method = MethodSpec.of("rigl", sparsity=0.5)
+    return Recipe("mine", Images("digits"), "small", epochs=2, optimizer=Sgd(), method=method)
+"""
+
+
+def test_a_recipe_may_come_from_a_file_of_the_users_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    assert recipes.find(str(file)).setting == "rigl sparsity=0.5"
+    file.write_text(OWN + "recipe = recipe()")
+    assert recipes.find(str(file)).name == "mine"
+    assert recipes.find("digits") == recipes.get("digits")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "raised KeyError: 'recipe'; it must define recipe"),
+        ("recipe = 3", "returned a int; it must return a Recipe"),
+        ("def recipe(): return 1 / 0", "raised ZeroDivisionError"),
+        (OWN.replace("epochs=2", "epochs=0"), "epochs=0 cannot be used"),
+        (OWN.replace("Sgd()", "'sgd'"), r"optimizer='sgd' cannot be used; give a part of a recipe, e.g. .*Grda"),
+        (None, "does not exist; name a Python file"),
+    ],
+)
+def test_a_file_that_makes_no_recipe_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        recipes.find(str(tmp_path / "mine.py"))
+
+
+def test_a_schedule_is_read_as_users_type_it() -> None:
+    digits = recipes.get("digits")
+    assert digits.but(schedule="drop:every=30").schedule == Schedule("drop", every=30)
+    for text in ("cosinus", "cosine:warmup=-1", "drop:after=a", "drop:from=3"):
+        with pytest.raises(ValueError, match="cannot be used"):
+            digits.but(schedule=text)
 
 
 def test_the_device_decides_how_steps_run() -> None:

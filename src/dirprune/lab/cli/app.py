@@ -71,7 +71,9 @@ LeanOption = Annotated[
 SeedOption = Annotated[
     int | None, typer.Option(help="Random seed for initial weights, data order and augmentation.", show_default="0")
 ]
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`.")]
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`, or a Python file that defines recipe().")
+]
 RateOption = Annotated[float | None, typer.Option(help="Base learning rate.")]
 BatchOption = Annotated[int | None, typer.Option(help="Global batch size, summed over all processes.")]
 
@@ -136,9 +138,22 @@ def demo(
 def train(
     recipe: RecipeArgument,
     optimizer: Annotated[OptimizerName | None, typer.Option(help="gRDA, or dense SGD.", show_default="grda")] = None,
+    sparsity: Annotated[
+        float | None,
+        typer.Option(help="The share of zeros to end with, met exactly by gRDA; in place of --c and --mu."),
+    ] = None,
     c: Annotated[float | None, typer.Option(help="gRDA's pruning strength, ≥ 0.")] = None,
-    mu: Annotated[float | None, typer.Option(help="gRDA's growth exponent, > 0.")] = None,
+    mu: Annotated[float | None, typer.Option(help="gRDA's growth exponent, in (0, 1].")] = None,
+    exempt: Annotated[
+        str | None, typer.Option(help="What gRDA keeps dense, e.g. bias,norm,head.*; none for nothing.")
+    ] = None,
     lr: RateOption = None,
+    momentum: Annotated[float | None, typer.Option(help="Momentum, in [0, 1).")] = None,
+    nesterov: Annotated[bool | None, typer.Option("--nesterov/--no-nesterov", help="Nesterov's momentum.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Weight decay, ≥ 0.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="The rate over training: constant, cosine:warmup=2, drop:after=30,60, …")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Number of epochs to train.")] = None,
     batch_size: BatchOption = None,
     seed: SeedOption = None,
@@ -146,6 +161,9 @@ def train(
     validation: Annotated[
         float | None,
         typer.Option(help="Hold out this fraction of the training set and report on it instead of the test set."),
+    ] = None,
+    augment: Annotated[
+        bool | None, typer.Option("--augment/--no-augment", help="Crop and mirror training images at random.")
     ] = None,
     keep: KeepOption = None,
     precision: StepPrecisionOption = None,
@@ -170,17 +188,25 @@ def train(
         from dirprune.lab.training import recipes, runs
         from dirprune.lab.training.recipe import changed
 
+        wanted = optimizer.value if optimizer else None
         chosen = changed(
-            recipes.get(recipe),
-            optimizer=optimizer.value if optimizer else None,
+            recipes.find(recipe),
+            optimizer="grda-target" if sparsity is not None and wanted != "sgd" else wanted,
+            sparsity=sparsity,
             c=c,
             mu=mu,
+            exempt=None if exempt is None else _names(exempt),
             lr=lr,
+            momentum=momentum,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
+            schedule=schedule,
             epochs=epochs,
             batch_size=batch_size,
             seed=seed,
             model=model,
             validation=validation,
+            augment=augment,
             keep=tuple(integers("--keep", keep)) if keep else None,
             precision=precision.value if precision else None,
             compile=compile,
@@ -299,7 +325,7 @@ def tune(
 
         given = {"lr": lr, "batch_size": batch_size, "seed": seed, "model": model}
         given["precision"] = precision.value if precision else None
-        chosen = changed(recipes.get(recipe), **given)
+        chosen = changed(recipes.find(recipe), **given)
         trials = []
         length = "1 epoch" if epochs == 1 else f"{epochs} epochs"
         mus, where = mu or tuning.MUS, device_of(device)
@@ -434,6 +460,11 @@ def _remarks(recipe: Recipe, device_type: str, *, lean: bool | None) -> Iterator
         many = f"{recipe.epochs} epoch{'s' if recipe.epochs > 1 else ''}"
         start = f"training starts at lr {factor * recipe.optimizer.lr:g}"
         yield f"With {many} this schedule never reaches the base rate; {start}."
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Read an option like bias,norm; "none" stands for no name."""
+    return () if text == "none" else tuple(filter(None, text.split(",")))
 
 
 def _text(value: Any) -> str:

@@ -60,7 +60,8 @@ def assemble(recipe: Recipe, *, device: torch.device, root: Path | None, process
     with seeded(recipe.seed):
         model = models.build(recipe.model, loaders.classes)
     model = recipe.execution(device.type).place(model, device)
-    return Parts(model, make_optimizer(recipe, model, device), loaders)
+    steps = recipe.epochs * len(loaders.train)
+    return Parts(model, make_optimizer(recipe, model, device, steps), loaders)
 
 
 def load_data(
@@ -78,9 +79,10 @@ def load_data(
     )
 
 
-def make_optimizer(recipe: Recipe, model: nn.Module, device: torch.device) -> Optimizer:
+def make_optimizer(recipe: Recipe, model: nn.Module, device: torch.device, steps: int | None = None) -> Optimizer:
     """Return the recipe's optimizer. If steps are captured, its learning rate is a tensor on the device."""
-    return recipe.optimizer.make(model, device if recipe.execution(device.type).captures(device) else None)
+    captured_on = device if recipe.execution(device.type).captures(device) else None
+    return recipe.optimizer.make(model, captured_on, steps)
 
 
 def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from dirprune import GRDA, prunable_groups
 from dirprune.lab.names import unknown
-from dirprune.lab.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, UP_TO_ONE, BadValue, check
+from dirprune.lab.ranges import BELOW_ONE, BETWEEN, NOT_NEGATIVE, POSITIVE, UP_TO_ONE, BadValue, check
 from dirprune.lab.records.columns import plain, types
 
 
@@ -23,6 +23,7 @@ class Sgd:
     Class attributes, also of the optimizers that follow: ``name`` is what users type, ``label`` and ``title`` what
     tables and figures show, ``cost`` what it needs besides the epochs that all have, ``decides`` the options on which
     the sparsity depends, and ``knob`` the one to vary, None if nothing is pruned.
+    ``can_be_captured`` says whether a CUDA graph may repeat its step.
     """
 
     name: ClassVar[str] = "sgd"
@@ -31,6 +32,7 @@ class Sgd:
     cost: ClassVar[str] = "nothing: it does not prune"
     decides: ClassVar[tuple[str, ...]] = ()
     knob: ClassVar[str | None] = None
+    can_be_captured: ClassVar[bool] = True
 
     lr: float = 0.1
     momentum: float = 0.0
@@ -63,8 +65,16 @@ class Sgd:
         """The rate of a long run of equal gradients."""
         return self.lr / (1 - self.momentum)
 
-    def make(self, model: nn.Module, captured_on: torch.device | None = None) -> torch.optim.Optimizer:
-        """Return the optimizer of a model; for steps that are captured on a device, its learning rate lies there."""
+    def make(
+        self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer of a model.
+
+        Args:
+            model: on its device.
+            captured_on: the device on which steps are captured, if they are; the learning rate then lies there.
+            steps: the length of the whole training.
+        """
         lr = self.lr if captured_on is None else torch.tensor(self.lr, device=captured_on)
         return SGD(model.parameters(), lr=lr, fused=True if captured_on else None, **self._inertia())
 
@@ -92,7 +102,9 @@ class Grda(Sgd):
         check(vars(self), c=NOT_NEGATIVE, mu=UP_TO_ONE)
         object.__setattr__(self, "exempt", tuple(self.exempt))  # a list, in a file of the user's own
 
-    def make(self, model: nn.Module, captured_on: torch.device | None = None) -> torch.optim.Optimizer:
+    def make(
+        self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
+    ) -> torch.optim.Optimizer:
         return _thresholding(self, model, self.c, self.mu, captured_on)
 
 
@@ -123,7 +135,9 @@ class Rda(Sgd):
         check(vars(self), lam=NOT_NEGATIVE)
         object.__setattr__(self, "exempt", tuple(self.exempt))
 
-    def make(self, model: nn.Module, captured_on: torch.device | None = None) -> torch.optim.Optimizer:
+    def make(
+        self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
+    ) -> torch.optim.Optimizer:
         return _thresholding(self, model, self.lam / math.sqrt(self.effective_lr), 1.0, captured_on)
 
 
@@ -133,7 +147,34 @@ def _thresholding(spec: Grda | Rda, model: nn.Module, c: float, mu: float, captu
     return GRDA(groups, lr=spec.lr, c=c, mu=mu, capturable=captured, **spec._inertia())
 
 
-OPTIMIZERS: dict[str, type[Sgd]] = {kind.name: kind for kind in (Grda, Sgd, Rda)}
+@dataclass(frozen=True)
+class TargetGrda(Sgd):
+    """gRDA that ends with exactly this share of zeros among the weights that are not exempt."""
+
+    name: ClassVar[str] = "grda-target"
+    label: ClassVar[str] = "gRDA"
+    title: ClassVar[str] = "gRDA target"
+    cost: ClassVar[str] = f"{Grda.cost}, and a look at all weights every 20 steps"
+    decides: ClassVar[tuple[str, ...]] = ("sparsity",)
+    knob: ClassVar[str | None] = "sparsity"
+    can_be_captured: ClassVar[bool] = False
+
+    sparsity: float = 0.9
+    exempt: tuple[str, ...] = ("bias", "norm")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(vars(self), sparsity=BETWEEN)
+        object.__setattr__(self, "exempt", tuple(self.exempt))
+
+    def make(
+        self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
+    ) -> torch.optim.Optimizer:
+        groups = prunable_groups(model, exempt=self.exempt)
+        return GRDA(groups, lr=self.lr, target=self.sparsity, steps=steps, **self._inertia())
+
+
+OPTIMIZERS: dict[str, type[Sgd]] = {kind.name: kind for kind in (Grda, TargetGrda, Sgd, Rda)}
 
 
 def optimizer(name: str, **options: Any) -> Sgd:

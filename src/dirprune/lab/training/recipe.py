@@ -64,7 +64,8 @@ class Recipe:
 
     def execution(self, device_type: str) -> Execution:
         """Return how steps run on this kind of device."""
-        return self.cuda if device_type == "cuda" else self.cpu
+        chosen = self.cuda if device_type == "cuda" else self.cpu
+        return chosen if self.optimizer.can_be_captured else replace(chosen, capture=False)
 
     @property
     def pruner(self) -> Sgd | MethodSpec:
@@ -103,11 +104,14 @@ class Recipe:
         >>> get("digits").but(optimizer="sgd", lr=0.2).optimizer
         Sgd(lr=0.2, momentum=0.0, nesterov=False, weight_decay=0.0)
         """
+        if isinstance(schedule := changes.get("schedule"), str):
+            changes["schedule"] = Schedule.of(schedule)
         chosen = changes.pop("optimizer", self.optimizer)
         if isinstance(chosen, str):
             present = vars(self.optimizer)
             takes = {f.name for f in fields(OPTIMIZERS[chosen])} if chosen in OPTIMIZERS else set()
-            chosen = optimizer(chosen, **{name: present[name] for name in present if name in takes})
+            shared = {name: value for name, value in present.items() if name in takes and value != ()}
+            chosen = optimizer(chosen, **shared)
         own, task = {f.name for f in fields(self)}, {f.name for f in fields(self.task)}
         running = {f.name for f in fields(Execution)}
         of_task = {name: changes.pop(name) for name in list(changes) if name in task}

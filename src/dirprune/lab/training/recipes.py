@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable, Container
+from pathlib import Path
 from typing import Any
 
 from dirprune.lab.names import unknown
@@ -40,6 +42,26 @@ def get(name: str) -> Recipe:
     if name in _RECIPES:
         return _RECIPES[name]()
     raise unknown("recipe", name, _RECIPES)
+
+
+def find(name: str) -> Recipe:
+    """Return the recipe called ``name``, or the one that a Python file of the user's own makes."""
+    if not name.endswith(".py"):
+        return get(name)
+    path = Path(name)
+    if not path.is_file():
+        raise FileNotFoundError(f"{name} does not exist; name a Python file that defines recipe(), or a known recipe")
+    try:
+        made = runpy.run_path(name)["recipe"]
+        made = made() if callable(made) else made
+    except Exception as error:
+        raise ValueError(
+            f"{name} raised {type(error).__name__}: {error}; it must define recipe(), which returns a Recipe; "
+            "DIRPRUNE_TRACEBACK=1 shows where it failed"
+        ) from error
+    if not isinstance(made, Recipe):
+        raise ValueError(f"recipe() in {name} returned a {type(made).__name__}; it must return a Recipe")
+    return made
 
 
 def departures(recipe: Recipe, free: Container[str]) -> str:

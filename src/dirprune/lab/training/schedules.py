@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from dirprune.lab.ranges import NOT_NEGATIVE, BadValue, check
 
 KINDS = ("constant", "drop", "constant-linear-constant", "cosine")
 
@@ -28,7 +32,25 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"schedule kind={self.kind!r} is not known; take one of {', '.join(KINDS)}")
+            raise BadValue("schedule", self.kind, f"take one of {', '.join(KINDS)}")
+        check({"warmup": self.warmup, "every": self.every}, warmup=NOT_NEGATIVE, every=NOT_NEGATIVE)
+
+    @staticmethod
+    def of(text: str) -> Schedule:
+        """Read a schedule as users type it: its kind, and perhaps its options.
+
+        >>> Schedule.of("cosine:warmup=2"), Schedule.of("drop:after=30,60").after
+        (Schedule(kind='cosine', after=(), every=0, warmup=2.0), (30, 60))
+        """
+        kind, _, rest = text.partition(":")
+        name, _, value = rest.partition("=")
+        read: dict[str, Callable[[str], Any]] = {"after": _epochs, "every": int, "warmup": float}
+        try:
+            return Schedule(kind, **{name: read[name](value)} if rest else {})
+        except BadValue:
+            raise
+        except (KeyError, ValueError):
+            raise BadValue("schedule", text, "write e.g. cosine:warmup=2, drop:after=30,60 or drop:every=30") from None
 
     def factor(self, epoch: int, epochs: int, progress: float = 0.0) -> float:
         """Return the factor in ``epoch`` of ``epochs``, ``progress`` ∈ [0, 1) of the way through it."""
@@ -44,3 +66,7 @@ class Schedule:
                 return place / self.warmup
             return 0.5 * (1 + math.cos(math.pi * (place - self.warmup) / max(epochs - self.warmup, 1e-9)))
         return 1.0
+
+
+def _epochs(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))

@@ -21,6 +21,7 @@ from dirprune.zeros import SparsityReport
 
 PALE = "#CFCFCF"
 _METHODS = {
+    "grda target": ("#661100", "H"),
     "grda": (plots.colour(1), "o"),
     "magnitude": (plots.colour(0), "s"),
     "variational dropout": (plots.colour(2), "^"),

@@ -35,7 +35,7 @@ def compare(
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option(help="Methods to compare, e.g. grda,rigl,str.", show_default="all eight, without variants"),
+        typer.Option(help="Methods to compare, e.g. grda,rigl,str.", show_default="all, without variants"),
     ] = None,
     sparsity: Annotated[
         str, typer.Option(help="Sparsities to compare at; also the targets of methods that take one.")
@@ -97,7 +97,7 @@ def _plan(recipe: str, changes: dict[str, Any], root: Path | None, **options: An
     from dirprune.lab.training.experiment import load_data
     from dirprune.lab.training.recipe import changed
 
-    chosen = changed(recipes.get(recipe), **changes)
+    chosen = changed(recipes.find(recipe), **changes)
     batches = len(load_data(chosen, device=torch.device("cpu"), root=root).train)
     return lambda sweeps: trials.plan(chosen, sweeps=sweeps, batches=batches, **options)
 
