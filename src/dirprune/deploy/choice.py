@@ -13,8 +13,8 @@ from dirprune.deploy.network import Layer, Pair, Unsupported
 L1 = 38 * 1024  # bytes of input that stay in the first cache beside the streams
 LEAST = 12  # weights of an output channel that make it worth reloading its sums for one more block of channels
 REACH = 65535 * 8  # bytes that an offset of a stream can span
-DENSE_ROWS = 0.25
-"""The density from which a linear layer is stored densely: a gather takes as long as four plain loads."""
+DENSE_ROWS = 0.35
+"""The density from which a linear layer is stored densely: picking an input takes as long as three plain loads."""
 
 
 class Choice(NamedTuple):

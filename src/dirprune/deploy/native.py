@@ -135,7 +135,7 @@ class Library:
         given = (*shape, int(dense), pointer(positions), pointer(values), c_int64(len(values)))
         size = self._size(self._c.row_streams(*given, None, None, pointer(starts), pointer(ids))) * self.lanes
         offsets = None if dense else np.empty(size, np.uint16)
-        streamed = aligned(size, self.lanes)
+        streamed = aligned(size)
         self._c.row_streams(*given, pointer(offsets), pointer(streamed), pointer(starts), pointer(ids))
         return offsets, streamed, starts, ids
 
@@ -143,10 +143,10 @@ class Library:
         """Return the moves that complete a channel, their tables, and how many moves there are."""
         vectors = (planes.top + planes.bh + planes.bottom) * (planes.left + planes.bw + planes.right)
         moves = np.empty((vectors, 3), np.int32)
-        tables = aligned(vectors * 3 * self.lanes, self.lanes)
+        tables = aligned(vectors * 3 * self.lanes)
         count = c_int32()
         n: int = self._c.frame_moves(byref(planes), pointer(moves), pointer(tables), byref(count))
-        kept = aligned(count.value * 3 * self.lanes, self.lanes)
+        kept = aligned(count.value * 3 * self.lanes)
         kept[:] = tables[: len(kept)]
         return moves[:n].copy(), kept, n
 
@@ -156,15 +156,21 @@ class Library:
         return size
 
 
+def address(array: Array) -> int:
+    """Return where an array's data begins; the caller keeps the array alive."""
+    where: int = array.__array_interface__["data"][0]
+    return where
+
+
 def pointer(array: Array | None) -> c_void_p | None:
-    """Return an array's address; the caller keeps the array alive."""
-    return None if array is None else c_void_p(array.ctypes.data)
+    """Return an array's address for a call, or NULL."""
+    return None if array is None else c_void_p(address(array))
 
 
-def aligned(size: int, lanes: int) -> Array:
-    """Return float32 memory of which every vector is aligned, not initialised."""
+def aligned(size: int) -> Array:
+    """Return memory for float32, not initialised, in which every vector can be aligned."""
     raw = np.empty(size * 4 + 64, np.uint8)
-    start = -raw.ctypes.data % 64
+    start = -address(raw) % 64
     return raw[start : start + size * 4].view(np.float32)
 
 

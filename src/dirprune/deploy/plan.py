@@ -59,6 +59,11 @@ class Program:
     kept: list[Array] = field(repr=False, default_factory=list)
 
     @property
+    def address(self) -> int:
+        """Where the steps begin."""
+        return ctypes.addressof(self.steps)
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes of all streams and tables."""
         return sum(array.nbytes for array in self.kept) + ctypes.sizeof(self.steps)
@@ -183,7 +188,7 @@ def _shares(layer: Layer, move: Move, library: Library) -> Array:
     count = np.maximum(np.outer(*counts), 1)  # (gy * bh, gx * bw)
     (gy, gx), (bh, bw) = library.grid, move.output.block
     vectors = count.reshape(gy, bh, gx, bw).transpose(1, 3, 0, 2)
-    shares = aligned(vectors.size, library.lanes)
+    shares = aligned(vectors.size)
     shares[:] = (1.0 / vectors).ravel()
     return shares
 

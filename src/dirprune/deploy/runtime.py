@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import threading
 import weakref
 from dataclasses import replace
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dirprune.deploy.native import Array, Job, library, pointer
-from dirprune.deploy.network import Network, check
+from dirprune.deploy.native import Array, Job, address, aligned, library
+from dirprune.deploy.network import Network, Unsupported, check
 from dirprune.deploy.plan import Program, plan_images, plan_rows
 
 _CHUNK = 16  # vectors of rows that go through the linear layers at once
@@ -60,10 +61,12 @@ class Runtime:
         self._library = library(checked=checked)
         self._images = plan_images(network, self._library, threads)
         self._rows = plan_rows(network, self._library, threads)
+        _fits(network, self._images.bytes * threads)
         self._source = source
         self._network = network if source is None else _without_weights(network)
         self._per_example = max((math.prod(v.shape[:-1]) for v in network.values if not v.image), default=1)
         self._arena: Array = np.empty(0, np.float32)
+        self._room = self._start = 0
         self._lock = threading.Lock()
         self._pool = self._library.open(threads)
         weakref.finalize(self, self._library.close, self._pool)
@@ -139,20 +142,30 @@ class Runtime:
             return
         chunk = vectors * self._library.lanes or 1
         size = -(-program.bytes * chunk // 64) * 64
-        if self._arena.nbytes < size * self.threads + 64:
-            self._arena = np.empty(size * self.threads // 4 + 16, np.float32)
-        places = [
-            np.array([values[n].ctypes.data for n in those] or [0], np.uintp)
+        if self._room < size * self.threads:
+            self._room = size * self.threads
+            self._arena = aligned(self._room // 4)
+            self._start = address(self._arena)
+        inputs, outputs = (
+            (ctypes.c_void_p * len(those))(*(address(values[n]) for n in those))
             for those in (program.inputs, program.outputs)
-        ]
-        start = self._arena.ctypes.data
+        )
         job = Job(
-            ctypes.addressof(program.steps), start + -start % 64, *(pointer(place) for place in places),
-            pointer(seconds), size, items, len(program.told), chunk, vectors,
+            program.address, self._start, ctypes.addressof(inputs), ctypes.addressof(outputs),
+            None if seconds is None else address(seconds), size, items, len(program.told), chunk, vectors,
         )  # fmt: skip
         outside = self._library.run(self._pool, job)
         if outside:
             raise RuntimeError(f"kernels left their memory {outside} times; please report this network")
+
+
+def _fits(network: Network, arena: int) -> None:
+    """Refuse a network whose images cannot be held, rather than let the system end the process."""
+    held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if arena > held:
+        raise Unsupported(
+            f"the images of {network.inputs} need {arena / 1e9:.1f} GB, and this machine has {held / 1e9:.1f}"
+        )
 
 
 def _listed(shape: tuple[int, ...]) -> str:

@@ -2,46 +2,50 @@
 // feature by feature, each with `vectors` vectors whose lanes are rows.
 #include "steps.h"
 
-#if LANES == 16 || LANES == 8
-#include <immintrin.h>
-#endif
-static inline vf gathered(const float *x, const uint16_t *column) {
-#if defined(CHECKED) || LANES == 4
-  vf v;
-  for (int l = 0; l < LANES; l++) v[l] = AT(x + column[l]);
-  return v;
-#elif LANES == 16
-  return (vf)_mm512_i32gather_ps(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)column)), x, 4);
-#else
-  return (vf)_mm256_i32gather_ps(x, _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)column)), 4);
-#endif
-}
-
+typedef float quad __attribute__((vector_size(16), may_alias));
 static inline int64_t floats(const call_t *call) { return call->vectors ? (int64_t)call->vectors * LANES : 1; }
 static inline char *at(const planes_t *p, const call_t *call) { return call->arena + p->base * floats(call) * 4; }
 
-// One row: a slice of LANES outputs is summed at once, in four sums. `ids` has -1 for what fills the last slice.
+// The sums of a sparse slice for one row. Four inputs at a time are picked by plain loads: 1.6 times as fast as a gather
+// where that is microcoded, and never much slower. There are four sums at least, to hide the latency of an addition.
+static vf picked(const step_t *s, const float *x, int slice) {
+  enum { QUADS = LANES / 4, ROUNDS = 4 / QUADS };
+  quad sum[ROUNDS][QUADS] = {{{0}}};
+  const float *w = s->values + (int64_t)s->starts[slice] * LANES;
+  const uint16_t *c = s->offsets + (int64_t)s->starts[slice] * LANES;
+  const int n = s->starts[slice + 1] - s->starts[slice];
+#define PICK(R, K)                                                                                                   \
+  UNROLL for (int q = 0; q < QUADS; q++) {                                                                           \
+    const uint16_t *at = c + (int64_t)(K) * LANES + 4 * q;                                                           \
+    sum[R][q] += *(const quad *)(w + (int64_t)(K) * LANES + 4 * q)                                                   \
+                 * (quad){AT(x + at[0]), AT(x + at[1]), AT(x + at[2]), AT(x + at[3])};                               \
+  }
+  int k = 0;
+  for (; k + ROUNDS <= n; k += ROUNDS) UNROLL for (int r = 0; r < ROUNDS; r++) PICK(r, k + r)
+  for (; k < n; k++) PICK(0, k)
+  for (int r = 1; r < ROUNDS; r++) for (int q = 0; q < QUADS; q++) sum[0][q] += sum[r][q];
+  vf v;
+  memcpy(&v, sum[0], sizeof v);
+  return v;
+}
+static vf summed(const step_t *s, const float *x, int slice) {  // the same of a dense slice
+  vf sum[4] = {{0}};
+  const float *w = s->values + (int64_t)s->starts[slice] * LANES;
+  const int n = s->starts[slice + 1] - s->starts[slice];
+  for (int k = 0; k < n; k++) sum[k & 3] += *(const vf *)(w + (int64_t)k * LANES) * AT(x + k);
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// One row. `ids` has -1 for what fills the last slice.
 static void one_row(const step_t *s, const call_t *call, int first, int last) {
   const float *x = (const float *)at(&s->in, call), *other = (const float *)at(&s->other, call);
   float *y = (float *)at(&s->out, call);
   for (int slice = first; slice < last; slice++) {
-    vf sum[4] = {{0}};
-    const float *w = s->values + (int64_t)s->starts[slice] * LANES;
-    const int n = s->starts[slice + 1] - s->starts[slice];
-    if (s->dense)
-      for (int k = 0; k < n; k++) sum[k & 3] += *(const vf *)(w + (int64_t)k * LANES) * AT(x + k);
-    else {
-      const uint16_t *column = s->offsets + (int64_t)s->starts[slice] * LANES;
-      int k = 0;
-      for (; k + 4 <= n; k += 4) UNROLL for (int i = 0; i < 4; i++)
-        sum[i] += *(const vf *)(w + (int64_t)(k + i) * LANES) * gathered(x, column + (int64_t)(k + i) * LANES);
-      for (; k < n; k++) sum[0] += *(const vf *)(w + (int64_t)k * LANES) * gathered(x, column + (int64_t)k * LANES);
-    }
-    vf v = (sum[0] + sum[1]) + (sum[2] + sum[3]), extra = {0};
     const int32_t *id = s->ids + slice * LANES;
+    vf extra = {0};
     for (int l = 0; l < LANES; l++)
       if (id[l] >= 0) extra[l] = s->bias[id[l]] + (s->residual ? AT(other + id[l]) : 0);
-    v = activate(s, v + extra);
+    const vf v = activate(s, (s->dense ? summed(s, x, slice) : picked(s, x, slice)) + extra);
     for (int l = 0; l < LANES; l++)
       if (id[l] >= 0) AT(y + id[l]) = v[l];
   }
