@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,16 @@ from test_packing import by_the_page, same, sparse
 from torch import Tensor
 
 from dirprune.deploy import InvalidFile, load_sparse, save_sparse
+from dirprune.lab.records import checkpoint
+from dirprune.lab.studies.report import report
+from dirprune.lab.training import recipes, runs
+from dirprune.lab.training.experiment import conduct
+from dirprune.lab.training.surroundings import Surroundings
 
 Check = Callable[[Any], None]
 soak = [pytest.mark.soak, pytest.mark.timeout(3600)]
 MANY = pytest.mark.parametrize("examples", [300, pytest.param(30_000, marks=soak)], ids=["short", "long"])
+SLOWER = pytest.mark.parametrize("examples", [60, pytest.param(5_000, marks=soak)], ids=["short", "long"])
 
 STATE = {
     "deltas": sparse(9, 90),
@@ -113,3 +122,102 @@ def test_packed_weights_with_a_forged_checksum_are_read_as_the_format_says_or_re
     tried = fuzz(versions, check, examples)
     print(f"forged packed weights: {tried:,} tried, {accepted:,} of them accepted, rightly")
     assert accepted > examples / 100
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two epochs."""
+    recipe = replace(recipes.get("digits-short"), epochs=2, batch_size=512)
+    run = runs.create(tmp_path_factory.mktemp("runs") / "run", recipe)
+    list(conduct(run, Surroundings(torch.device("cpu"))))
+    return run.folder
+
+
+def told(folder: Path) -> runs.History | None:
+    """Return what the run tells, after reporting on it, or None if an error of ours refuses it and names a file."""
+    try:
+        found = report.report([folder])
+        found.to_dict()
+        for group in found.groups:
+            for history in group.runs:
+                report.layerwise(history)
+        return runs.load(folder).read()
+    except (ValueError, OSError, checkpoint.CorruptCheckpoint) as error:
+        said = str(error)
+    assert str(folder) in said
+    return None
+
+
+def numbers(content: Any) -> Any:
+    """Return JSON content in which NaN, which equals nothing, is the text "nan"."""
+    return json.loads(json.dumps(content), parse_constant=lambda word: word)
+
+
+@pytest.mark.parametrize("file", ["config.json", "metrics.jsonl", "outcome.json", "environment.json"])
+@SLOWER
+def test_records_of_a_run_say_what_is_in_them_or_are_refused(
+    finished: Path, tmp_path: Path, file: str, examples: int
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    path, good = folder / file, (folder / file).read_bytes()
+    in_lines = file.endswith("l")
+    content = [json.loads(line) for line in good.splitlines()] if in_lines else json.loads(good)
+    accepted = 0
+
+    def check(version: Any) -> None:
+        nonlocal accepted
+        if isinstance(version, bytes):
+            path.write_bytes(version)
+        elif in_lines:
+            path.write_text("".join(json.dumps(line) + "\n" for line in version))
+        else:
+            path.write_text(json.dumps(version))
+        history = told(folder)
+        if history is None:
+            return
+        accepted += 1
+        if file == "metrics.jsonl":
+            lines = [json.loads(line) for line in path.read_text(errors="replace").splitlines()[: len(history.records)]]
+            for line, record in zip(lines, history.records, strict=True):
+                assert all(line.get(name) in (value, None) for name, value in record.to_dict().items())
+                assert 0 <= record.test_accuracy <= 100 or math.isnan(record.test_accuracy)
+            assert [record.epoch for record in history.records] == sorted({record.epoch for record in history.records})
+        elif file == "outcome.json" and history.outcome and history.outcome.zeros:
+            assert [layer["zeros"] for layer in json.loads(path.read_bytes())["layers"]] == [
+                layer.zeros for layer in history.outcome.zeros.layers
+            ]
+            assert all(0 <= layer.zeros <= layer.total for layer in history.outcome.zeros.layers)
+
+    tried = fuzz(st.one_of(damaged(good), edited(content)), check, examples)
+    print(f"{file}: {tried:,} tried, {accepted:,} accepted")
+
+
+@SLOWER
+@pytest.mark.filterwarnings("ignore::dirprune.lab.records.checkpoint.CheckpointWarning")
+def test_checkpoints_with_a_forged_checksum_are_networks_or_refused(
+    finished: Path, tmp_path: Path, examples: int
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    (folder / "outcome.json").unlink()  # so that the report has to count in the checkpoint
+    for epoch in checkpoint.epochs(folder / "checkpoints")[:-1]:
+        checkpoint.path_of(folder / "checkpoints", epoch).unlink()  # so that there is nothing to go back to
+    path = checkpoint.path_of(folder / "checkpoints", 2)
+    good = path.read_bytes()
+    state = checkpoint.load(path)
+    content = {key: state[key] for key in ("epoch", "model", "parameters", "recipe")}
+    accepted = 0
+
+    def check(version: Any) -> None:
+        nonlocal accepted
+        if isinstance(version, bytes):
+            path.write_bytes(version)
+        else:
+            torch.save(version, path)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        path.with_name(f"{path.name}.sha256").write_text(f"{digest}  {path.name}\n")
+        accepted += told(folder) is not None
+
+    tried = fuzz(st.one_of(damaged(good), edited(content)), check, examples)
+    print(f"checkpoints: {tried:,} tried, {accepted:,} accepted")
