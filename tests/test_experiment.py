@@ -637,7 +637,7 @@ STRANGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a text for a tensor": (having("model", {"conv1.weight": "zeros"}), "holds no dense tensor as 'conv1.weight'"),
     "no optimizer": (without("optimizer"), "holds no optimizer of a run"),
     "no recipe": (without("recipe"), "holds no recipe of a run"),
-    "half a recipe": (without("recipe", "schedule"), "holds a recipe that cannot be read: 'schedule'"),
+    "half a recipe": (without("recipe", "optimizer"), "holds a recipe that cannot be read: 'optimizer'"),
     "a tensor less": (without("model", "conv1.bias"), "names a parameter 'conv1.bias', but does not hold it"),
     "another shape": (reshaped, r"holds 'conv1.weight' as a tensor of shape \(3,\), and the network a tensor of shape"),
 }
