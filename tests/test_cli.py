@@ -359,7 +359,7 @@ def test_report_of_seeds_for_machines(trained: dict[str, tuple[Path, Result]]) -
     assert spread["mean"] == pytest.approx(sum(values) / 2)
     assert spread["std"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
     assert by_optimizer["sgd"]["test_accuracy"]["std"] is None
-    assert [Path(path) for path in found["figures"]] == [Path("report/curves.png"), Path("report/layers.png")]
+    assert [Path(path) for path in found["figures"]] == [Path(f"report/{n}.png") for n in ("curves", "signs", "layers")]
     assert all(Path(path).exists() for path in found["figures"])
 
 
@@ -664,7 +664,7 @@ def test_a_report_of_many_settings_fits_the_terminal(capsys: pytest.CaptureFixtu
     cells = [
         report.Row(
             *("vgg16-cifar10", f"gRDA c=0.0005 μ={one.mean}", "grda", 5e-4, one.mean, 600, 600, (0, 1, 2)),
-            *(one, one, one, one, one.mean, 7500 * one.mean),
+            *(one, one, one, one, one, one.mean, 7500 * one.mean),
         ).cells()
         for one in spreads
     ]

@@ -281,6 +281,31 @@ def test_old_checkpoints_do_not_name_their_parameters(name: str, tmp_path: Path)
     assert [layer.name for layer in layerwise(run)[1].layers] == [key for key, _ in model.named_parameters()]
 
 
+def test_a_run_that_ended_shows_the_multiplications_that_are_left(tmp_path: Path) -> None:
+    """conv2 of the small network has 4,608 of its 40,208 weights and 16 of its positions: see the formula."""
+    recipe, model = DIGITS.but(epochs=1), models.build("small", classes=10)
+    nn.init.zeros_(model.conv2.weight)
+    zeros = sparsity(model)
+    positions = {"conv1": 64, "conv2": 64, "conv3": 16, "fc1": 1, "fc2": 1}
+    uses = {name: positions[name] * getattr(model, name).weight.numel() for name in positions}
+    expected = 1 - uses["conv2"] / sum(uses.values())
+    noted = zeros.priced({"conv1.weight": 1.0, "conv2.weight": 1.0})
+    unknown = replace(recipe, model="somebody.else:network")
+    for name, made, ending, left in (
+        ("noted by the run", unknown, noted, 144 / (144 + 4608)),
+        ("of a network of the lab", recipe, zeros, expected),
+        ("of another network", unknown, zeros, None),
+    ):
+        run = make_run(tmp_path / name, made, [50.0])
+        run.conclude(Outcome(ending))
+        (row,) = report([run.folder]).rows
+        assert (row.macs_left and row.macs_left.mean) == (left and pytest.approx(left)), name
+        assert ("cost left" in str(layerwise(run)[1])) == (left is not None)
+    half = make_run(tmp_path / "half", DIGITS, [50.0])
+    half.conclude(Outcome(zeros))
+    assert report([half.folder]).rows[0].macs_left is None
+
+
 def test_tied_weights_of_an_old_checkpoint_count_once(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", DIGITS, [50.0])
     tied = torch.eye(3)

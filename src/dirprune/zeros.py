@@ -85,6 +85,27 @@ class SparsityReport:
         costs = [layer.cost_left for layer in self.layers if layer.cost_left is not None]
         return sum(costs) if costs else None
 
+    @property
+    def cost_left_fraction(self) -> float | None:
+        """What is left of the cost, as a fraction."""
+        return self.cost_left / self.cost if self.cost and self.cost_left is not None else None
+
+    def priced(self, cost: Mapping[str, float]) -> SparsityReport:
+        """Return the report with what one weight of each parameter costs, by name; parameters not named cost nothing.
+
+        Raises:
+            ValueError: ``cost`` names a parameter that the model does not have.
+        """
+        known = {name.removesuffix("_orig"): each for name, each in cost.items()} | dict(cost)
+        strangers = cost.keys() - {name for layer in self.layers for name in (layer.name, f"{layer.name}_orig")}
+        if strangers:
+            raise ValueError(
+                f"cost names {min(strangers)!r}, which the model does not have; give macs(model, x) of this model"
+            )
+        return SparsityReport(
+            tuple(replace(layer, cost=known.get(layer.name, 0.0) * layer.total) for layer in self.layers)
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain numbers, strings, lists and dicts."""
         return {
@@ -94,6 +115,7 @@ class SparsityReport:
             "weight_fraction": self.weight_fraction,
             "cost": self.cost,
             "cost_left": self.cost_left,
+            "cost_left_fraction": self.cost_left_fraction,
             "layers": [
                 {
                     "name": layer.name,
@@ -137,7 +159,7 @@ class SparsityReport:
         if self.cost is not None and self.cost_left is not None:
             lefts = ["cost left", *(_short(layer.cost_left) for layer in self.layers), _short(self.cost_left), ""]
             rows = [(*row, left) for row, left in zip(rows, lefts, strict=True)]
-            share = f" ({self.cost_left / self.cost:.1%})" if self.cost else ""
+            share = f" ({self.cost_left_fraction:.1%})" if self.cost_left_fraction is not None else ""
             note.append(f"cost left: {_short(self.cost_left)} of {_short(self.cost)}{share}")
         lines = _aligned(rows)
         rule = "-" * len(lines[0])  # ASCII, for any terminal
@@ -174,7 +196,7 @@ def sparsity(model: nn.Module | Mapping[str, Tensor], *, cost: Mapping[str, floa
         counts = [count.cpu() for count in counts]
     numbers = iter(torch.stack(counts).tolist() if counts else [])
     layers = tuple(_layer(name, p, layouts.get(name, _PLAIN), numbers) for name, p in parameters.items())
-    return SparsityReport(layers if cost is None else _priced(layers, cost))
+    return SparsityReport(layers) if cost is None else SparsityReport(layers).priced(cost)
 
 
 class _Layout(NamedTuple):
@@ -236,17 +258,6 @@ def _layer(name: str, parameter: Tensor, layout: _Layout, numbers: Iterator[int]
         input_channels=channels[1 - layout.output_dim],
         zero_input_channels=next(numbers),
     )
-
-
-def _priced(layers: Sequence[LayerSparsity], cost: Mapping[str, float]) -> tuple[LayerSparsity, ...]:
-    """Return the layers with their costs; what ``cost`` does not name costs nothing."""
-    known = {name.removesuffix("_orig"): each for name, each in cost.items()} | dict(cost)
-    strangers = cost.keys() - {name for layer in layers for name in (layer.name, f"{layer.name}_orig")}
-    if strangers:
-        raise ValueError(
-            f"cost names {min(strangers)!r}, which the model does not have; give macs(model, x) of this one"
-        )
-    return tuple(replace(layer, cost=known.get(layer.name, 0.0) * layer.total) for layer in layers)
 
 
 def _layouts(model: nn.Module) -> dict[str, _Layout]:

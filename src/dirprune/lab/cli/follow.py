@@ -263,9 +263,12 @@ def _conclude(run: Run, output: Output | None, is_new: bool, process: Process) -
         )
     last = records[-1]
     what = "validation" if run.recipe.task.validation else "test"
+    outcome = run.outcome()
+    left = outcome.zeros.cost_left_fraction if outcome and outcome.zeros else None
+    macs = "" if left is None else f", {left:.2%} of the multiplications are left"
     output.tell(
         f"{run.folder}: epoch {last.epoch} of {run.recipe.epochs}, {what} accuracy {last.test_accuracy:.2f}%, "
-        f"{last.sparsity:.2%} of all parameters are zero. See it with:"
+        f"{last.sparsity:.2%} of all parameters are zero{macs}. See it with:"
     )
     output.tell(f"    dirprune report {shlex.quote(str(run.folder))}")
     if run.recipe.optimizer.decides:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dirprune import sparsity
+from dirprune import SparsityReport, macs, sparsity
 from dirprune._support.modes import seeded
 from dirprune.lab import data, models
 from dirprune.lab.data.loader import Loader
@@ -135,7 +135,7 @@ def _conduct(run: Run, here: Surroundings) -> Iterator[EpochRecord]:
     if done == recipe.epochs:
         if process.is_first and run.outcome() is None:  # the last session ended right after its last checkpoint
             checkpoint.prune(run.checkpoints, keep=recipe.keep)
-            run.conclude(Outcome(sparsity(parts.model)))
+            run.conclude(Outcome(_zeros(parts, device)))
         return
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -175,7 +175,7 @@ def _saving(
                     _save(run, record.epoch, parts, method)
                 saved, saved_at = record.epoch, time.monotonic()
             if ends and process.is_first:
-                run.conclude(Outcome(sparsity(parts.model), peak_memory_mib=_peak_memory(here.device)))
+                run.conclude(Outcome(_zeros(parts, here.device), peak_memory_mib=_peak_memory(here.device)))
             yield record
             if stops:
                 return
@@ -206,6 +206,12 @@ def _fault(run: Run, model: nn.Module) -> checkpoint.Fault:
 
 def _shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
     return f"a tensor of shape {shapes[name]}" if name in shapes else "nothing"
+
+
+def _zeros(parts: Parts, device: torch.device) -> SparsityReport:
+    """Return the zeros of the model, with the multiplications of each layer."""
+    images = torch.zeros(2, *parts.loaders.shape, device=device)
+    return sparsity(parts.model, cost=macs(parts.model, images))
 
 
 def _go_back(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoint.State] | None) -> int:

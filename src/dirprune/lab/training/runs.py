@@ -74,6 +74,8 @@ class Outcome:
         for layer in found.layers:
             if min(layer.shape, default=0) < 0 or not 0 <= layer.zeros <= math.prod(layer.shape):
                 raise ValueError(f"{layer.name} of shape {layer.shape} cannot have {layer.zeros} zeros")
+            if layer.cost is not None and not 0 <= layer.cost < math.inf:
+                raise ValueError(f"{layer.name} cannot cost {layer.cost} multiplications")
         return Outcome(SparsityReport(found.layers) if found.layers else None, found.diverged, found.peak_memory_mib)
 
 

@@ -19,6 +19,7 @@ from dirprune.lab.stats import Spread
 from dirprune.lab.studies.report.signs import SignRow, beside_sgd, signs_figure
 from dirprune.lab.text import NOTHING, duration
 from dirprune.lab.training import runs
+from dirprune.lab.training.costs import priced
 from dirprune.lab.training.execution import Execution
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.lab.training.recipe import Recipe
@@ -27,7 +28,15 @@ from dirprune.lab.training.schedules import Schedule
 
 TESTED_ON = ("test", "validation", "test or validation")
 """The data on which accuracies and losses of a report may be measured."""
-SPARE = (*(f"{part} loss" for part in TESTED_ON), "weight sparsity (%)", "s/epoch", "seeds", "total", "epochs")
+SPARE = (
+    *(f"{part} loss" for part in TESTED_ON),
+    "weight sparsity (%)",
+    "MACs left (%)",
+    "s/epoch",
+    "seeds",
+    "total",
+    "epochs",
+)
 """Columns of `Row.cells` that are dropped on a narrow terminal, in this order."""
 _NAMELESS: dict[str, Any] = {"seed": 0, "about": "", "keep": (), "published": ()}  # not part of a setting
 _TOLD = {"name", "optimizer", "c", "mu", "lam", "method", "options"}  # already in `Recipe.setting`
@@ -37,9 +46,10 @@ _TOLD = {"name", "optimizer", "c", "mu", "lam", "method", "options"}  # already 
 class Row:
     """One setting over its seeds, at the last epoch that all seeds have finished; seeds without an epoch are left out.
 
-    ``test_accuracy`` is in percent, the sparsities are fractions. ``epoch_seconds`` is the median time to train an
-    epoch (the first may compile), ``total_seconds`` the time of all training and testing so far; both are means over
-    seeds. Values that are not known before the first epoch are None; so are c and μ of SGD.
+    ``test_accuracy`` is in percent, the sparsities are fractions; ``macs_left`` is the fraction of the multiplications
+    that the zeros leave at the end of a run. ``epoch_seconds`` is the median time to train an epoch (the first may
+    compile), ``total_seconds`` the time of all training and testing so far; both are means over seeds. Values that are
+    not known before the first epoch are None; so are c and μ of SGD.
     """
 
     recipe: str
@@ -54,6 +64,7 @@ class Row:
     test_loss: Spread | None = None
     sparsity: Spread | None = None
     weight_sparsity: Spread | None = None
+    macs_left: Spread | None = None
     epoch_seconds: float | None = None
     total_seconds: float | None = None
 
@@ -68,6 +79,7 @@ class Row:
             f"{tested_on} loss": self.test_loss.text(4) if self.test_loss else NOTHING,
             "sparsity (%)": self.sparsity.text(2, scale=100) if self.sparsity else NOTHING,
             "weight sparsity (%)": self.weight_sparsity.text(2, scale=100) if self.weight_sparsity else NOTHING,
+            "MACs left (%)": self.macs_left.text(2, scale=100) if self.macs_left else NOTHING,
             "s/epoch": NOTHING if self.epoch_seconds is None else f"{self.epoch_seconds:.3g}",
             "total": NOTHING if self.total_seconds is None else duration(self.total_seconds),
         }
@@ -99,6 +111,8 @@ class Group:
         )
         if not row.epoch:
             return row
+        ended = [_zeros_at_the_end(run) for run, _ in started] if row.epoch == row.epochs else []
+        left = [zeros.cost_left_fraction for zeros in ended if zeros and zeros.cost_left_fraction is not None]
         last = [next(record for record in records if record.epoch == row.epoch) for _, records in started]
         return replace(
             row,
@@ -106,6 +120,7 @@ class Group:
             test_loss=Spread.of([record.test_loss for record in last]),
             sparsity=Spread.of([record.sparsity for record in last]),
             weight_sparsity=Spread.of([record.weight_sparsity for record in last]),
+            macs_left=Spread.of(left) if len(left) == len(last) else None,
             epoch_seconds=Spread.of([median([r.train_seconds for r in records]) for _, records in started]).mean,
             total_seconds=Spread.of([sum(r.train_seconds + r.test_seconds for r in rs) for _, rs in started]).mean,
         )
@@ -227,18 +242,18 @@ def layerwise(run: Run) -> tuple[int, SparsityReport]:
     ended = _zeros_at_the_end(run)
     if ended is None:
         epoch, state = runs.state_of(run)
-        return epoch, sparsity(runs.parameters_in(state))
+        return epoch, priced(sparsity(runs.parameters_in(state)), run.recipe)
     if any(layer.is_weight and layer.output_channels is None for layer in ended.layers):
         with suppress(OSError, ValueError, checkpoint.CorruptCheckpoint):
             weights = runs.weights_of(run, run.recipe.epochs)[1]
             if all(layer.name in weights for layer in ended.layers):
-                ended = sparsity({layer.name: weights[layer.name] for layer in ended.layers})
+                ended = priced(sparsity({layer.name: weights[layer.name] for layer in ended.layers}), run.recipe)
     return run.recipe.epochs, ended
 
 
 def _zeros_at_the_end(run: Run) -> SparsityReport | None:
     outcome = run.outcome()
-    return outcome.zeros if outcome else None
+    return priced(outcome.zeros, run.recipe) if outcome and outcome.zeros else None
 
 
 def settings(recipes: Sequence[Recipe]) -> list[str]:
