@@ -3,7 +3,9 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +23,9 @@ def seeded(name: str, classes: int = 10) -> nn.Module:
     return build(name, classes)
 
 
-def on_meta(name: str, classes: int) -> nn.Module:
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
-        return build(name, classes)
+        return make()
 
 
 def images(*shape: int) -> Tensor:
@@ -34,24 +36,19 @@ def images(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "classes", "count"),
+    ("make", "count"),
     [
-        ("vgg16", 10, 15_245_130),
-        ("wrn28x10", 10, 36_489_290),
-        ("wrn28x10", 100, 36_546_980),
-        ("resnet50", 1000, 25_557_032),
-        ("resnet18", 10, 11_173_962),
-        ("small", 10, 40_394),
+        (partial(build, "vgg16", 10), 15_245_130),
+        (partial(build, "wrn28x10", 10), 36_489_290),
+        (partial(build, "wrn28x10", 100), 36_546_980),
+        (partial(build, "resnet50", 1000), 25_557_032),
+        (partial(build, "resnet18", 10), 11_173_962),
+        (partial(build, "small", 10), 40_394),
+        (partial(resnet18, classes=1000, small_images=False), 11_689_512),  # torchvision's
     ],
 )
-def test_parameter_counts_are_the_published_ones(name: str, classes: int, count: int) -> None:
-    assert sum(parameter.numel() for parameter in on_meta(name, classes).parameters()) == count
-
-
-def test_resnet18_with_the_imagenet_stem_has_torchvisions_count() -> None:
-    with torch.device("meta"):
-        model = resnet18(classes=1000, small_images=False)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 11_689_512
+def test_parameter_counts_are_the_published_ones(make: Callable[[], nn.Module], count: int) -> None:
+    assert sum(parameter.numel() for parameter in on_meta(make).parameters()) == count
 
 
 def norm_layout(name: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -90,45 +87,32 @@ def layout(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
 
 
-def test_resnet50_has_torchvisions_state_dict() -> None:
-    with torch.device("meta"):
-        model = resnet50()
-    assert layout(model) == list(torchvision_layout((3, 4, 6, 3), bottleneck=True, stem=7, classes=1000))
-    assert len(model.state_dict()) == 320
-    assert len(list(model.parameters())) == 161
-    shapes = dict(layout(model))
-    assert shapes["layer1.0.downsample.0.weight"] == (256, 64, 1, 1)
-    assert shapes["layer3.5.conv2.weight"] == (256, 256, 3, 3)
-    assert shapes["layer4.2.bn3.running_var"] == (2048,)
-    assert shapes["fc.weight"] == (1000, 2048)
-
-
-@pytest.mark.parametrize("small_images", [True, False])
-def test_resnet18_has_torchvisions_state_dict(small_images: bool) -> None:
-    with torch.device("meta"):
-        model = resnet18(classes=7, small_images=small_images)
-    stem = 3 if small_images else 7
-    assert layout(model) == list(torchvision_layout((2, 2, 2, 2), bottleneck=False, stem=stem, classes=7))
-    assert len(model.state_dict()) == 122
+@pytest.mark.parametrize(
+    ("make", "counts", "options", "entries"),
+    [
+        (resnet50, (3, 4, 6, 3), {"bottleneck": True, "stem": 7, "classes": 1000}, 320),
+        (partial(resnet18, classes=7), (2, 2, 2, 2), {"bottleneck": False, "stem": 3, "classes": 7}, 122),
+        (
+            partial(resnet18, classes=7, small_images=False),
+            (2, 2, 2, 2),
+            {"bottleneck": False, "stem": 7, "classes": 7},
+            122,
+        ),
+    ],
+    ids=["resnet50", "resnet18", "resnet18-imagenet"],
+)
+def test_resnets_have_torchvisions_state_dict(
+    make: Callable[[], nn.Module], counts: tuple[int, ...], options: dict[str, Any], entries: int
+) -> None:
+    found = layout(on_meta(make))
+    assert found == list(torchvision_layout(counts, **options))
+    assert len(found) == entries
 
 
 def test_vgg16_numbers_its_convolutions_as_torchvision() -> None:
-    shapes = dict(layout(on_meta("vgg16", 10)))
-    widths = {
-        0: 64,
-        2: 64,
-        5: 128,
-        7: 128,
-        10: 256,
-        12: 256,
-        14: 256,
-        17: 512,
-        19: 512,
-        21: 512,
-        24: 512,
-        26: 512,
-        28: 512,
-    }
+    shapes = dict(layout(on_meta(vgg16)))
+    numbers = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)
+    widths = dict(zip(numbers, (64,) * 2 + (128,) * 2 + (256,) * 3 + (512,) * 6, strict=True))
     assert {name for name in shapes if name.startswith("features")} == {
         f"features.{number}.{entry}" for number in widths for entry in ("weight", "bias")
     }
@@ -330,10 +314,6 @@ def assert_variance(tensor: Tensor, variance: float, kurtosis: float) -> None:
     assert float(tensor.square().mean()) == pytest.approx(variance, rel=5 * ((kurtosis - 1) / n) ** 0.5)
 
 
-def assert_normal(tensor: Tensor, variance: float) -> None:
-    assert_variance(tensor, variance, kurtosis=3.0)
-
-
 def assert_default(layer: nn.Conv2d | nn.Linear) -> None:
     """Check for PyTorch's default: weights and biases uniform within ± fan_in^-½."""
     fan_in = layer.weight[0].numel()
@@ -347,29 +327,29 @@ def layers(model: nn.Module) -> list[nn.Conv2d | nn.Linear]:
     return [module for module in model.modules() if isinstance(module, (nn.Conv2d, nn.Linear))]
 
 
-def test_vgg16_init() -> None:
-    for layer in layers(seeded("vgg16")):
-        if isinstance(layer, nn.Conv2d):
-            assert_normal(layer.weight, 2 / (9 * layer.out_channels))
-            assert layer.bias is not None
-            assert not layer.bias.any()
-        else:
+@pytest.mark.parametrize(
+    ("name", "gain"),
+    [
+        ("vgg16", lambda layer: 2 / (9 * layer.out_channels) if isinstance(layer, nn.Conv2d) else None),
+        ("wrn16x4", lambda layer: None),
+        ("resnet18", lambda layer: 2 / fan_out(layer) if isinstance(layer, nn.Conv2d) else None),
+        ("resnet50", lambda layer: 2 / fan_out(layer) if isinstance(layer, nn.Conv2d) else None),
+        ("small", lambda layer: 2 / layer.weight[0].numel() if len(layer.weight) != 100 else None),
+    ],
+)
+def test_initial_weights_are_normal_with_the_published_variance_or_pytorchs_default(
+    name: str, gain: Callable[[nn.Module], float | None]
+) -> None:
+    for layer in layers(seeded(name, 100)):
+        if (variance := gain(layer)) is None:
             assert_default(layer)
-
-
-def test_wide_resnet_init_is_pytorchs_default() -> None:
-    for layer in layers(seeded("wrn16x4")):
-        assert_default(layer)
-
-
-@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-def test_resnet_init(name: str) -> None:
-    model = seeded(name, 100)
-    for layer in layers(model):
-        if isinstance(layer, nn.Conv2d):
-            assert_normal(layer.weight, 2 / (layer.out_channels * layer.weight[0, 0].numel()))
         else:
-            assert_default(layer)
+            assert_variance(layer.weight, variance, kurtosis=3.0)
+            assert layer.bias is None or not layer.bias.any()
+
+
+def fan_out(layer: nn.Module) -> int:
+    return layer.out_channels * layer.weight[0, 0].numel()  # type: ignore[union-attr, operator, index, return-value]
 
 
 @pytest.mark.parametrize("name", ["resnet18", "wrn10x1"])
@@ -378,15 +358,6 @@ def test_batchnorm_starts_as_the_identity(name: str) -> None:
         if isinstance(module, nn.BatchNorm2d):
             assert (module.weight == 1).all()
             assert not module.bias.any()
-
-
-def test_small_init() -> None:
-    *hidden, last = layers(seeded("small"))
-    for layer in hidden:
-        assert_normal(layer.weight, 2 / layer.weight[0].numel())
-        assert layer.bias is not None
-        assert not layer.bias.any()
-    assert_default(last)
 
 
 @pytest.mark.parametrize("name", ["wrn10x1", "small"])
@@ -405,46 +376,38 @@ def test_weights_depend_on_torchs_seed_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_listed_name_builds_with_the_asked_for_classes(name: str) -> None:
-    assert list(on_meta(name, 7).parameters())[-1].shape == (7,)
+    assert list(on_meta(partial(build, name, 7)).parameters())[-1].shape == (7,)
 
 
 def test_wide_resnets_of_any_size_build_by_name() -> None:
-    wide = on_meta("wrn16x3", 10)
+    wide = on_meta(partial(build, "wrn16x3", 10))
     assert len([layer for layer in layers(wide) if layer.weight.ndim == 4 and layer.weight.shape[-1] == 3]) == 16 - 3
     assert wide.get_submodule("layer3.1.conv2").weight.shape == (192, 192, 3, 3)
 
 
-@pytest.mark.parametrize("depth", [4, 9, 27, 29, -2])
-def test_depth_must_be_6n_plus_4(depth: int) -> None:
-    with pytest.raises(ValueError, match=f"depth={depth} is not 6n"):
-        wide_resnet(depth=depth)
-
-
-@pytest.mark.parametrize("name", ["wrn27x10", "wrn28x0"])
-def test_bad_sizes_in_a_name_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"depth=27|width=0"):
-        build(name, 10)
-
-
 @pytest.mark.parametrize(
-    ("name", "nearest"),
-    [("vgg-16", "vgg16"), ("VGG16", "vgg16"), ("resnet5", "resnet50"), ("wrn-28-10", "wrn28x10"), ("smal", "small")],
+    ("name", "classes", "words"),
+    [
+        *((f"wrn{depth}x1", 10, f"depth={depth} is not 6n") for depth in (4, 9, 27, 29)),
+        ("wrn28x0", 10, "width=0"),
+        *(
+            (name, 10, rf"no model '{name}'. Did you mean '{nearest}'\?.*{', '.join(NAMES)}")
+            for name, nearest in (
+                ("vgg-16", "vgg16"),
+                ("VGG16", "vgg16"),
+                ("resnet5", "resnet50"),
+                ("wrn-28-10", "wrn28x10"),
+                ("smal", "small"),
+            )
+        ),
+        ("transformer", 10, r"'transformer'\. Known: resnet18, resnet50"),
+        ("small", 0, "classes=0 must be at least 1"),
+        ("small", -1, "classes=-1 must be at least 1"),
+    ],
 )
-def test_an_unknown_name_lists_the_known_and_the_nearest(name: str, nearest: str) -> None:
-    with pytest.raises(ValueError, match=rf"no model '{name}'. Did you mean '{nearest}'\?") as caught:
-        build(name, 10)
-    assert all(known in str(caught.value) for known in NAMES)
-
-
-def test_a_name_near_nothing_gets_no_guess() -> None:
-    with pytest.raises(ValueError, match=r"'transformer'\. Known: resnet18, resnet50"):
-        build("transformer", 10)
-
-
-@pytest.mark.parametrize("classes", [0, -1])
-def test_classes_must_be_positive(classes: int) -> None:
-    with pytest.raises(ValueError, match=f"classes={classes} must be at least 1"):
-        build("small", classes)
+def test_what_cannot_be_built_is_refused_with_what_can(name: str, classes: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        build(name, classes)
 
 
 OWN_MODELS = """
