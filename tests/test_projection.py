@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from dirprune.curvature import HessianOperator
 from dirprune.lab import trust
 from dirprune.lab.cli import console, drive
+from dirprune.lab.cli.output import Output
 from dirprune.lab.methods import MethodSpec
 from dirprune.lab.plots import save
 from dirprune.lab.progress import Progress
@@ -292,10 +293,10 @@ def test_progress_is_told_where_no_bar_is_seen(
 ) -> None:
     worst = ("residual 1.0e-02", "residual 2.0e-03")
     events = [Progress("epoch 2", done, 300, note, "products") for done, note in enumerate(worst, start=7)]
-    assert drive.drive("project", (event for event in events), console.Interruption()) == []
+    assert drive.drive("project", (event for event in events), console.Interruption(), Output(False)) == []
     assert capsys.readouterr().err == ""  # the first line comes after ten seconds
     monkeypatch.setattr(console, "QUIET", 0.0)
-    drive.drive("project", (event for event in events), console.Interruption())
+    drive.drive("project", (event for event in events), console.Interruption(), Output(False))
     lines = capsys.readouterr().err.splitlines()
     assert "epoch 2: 7/300 products, residual 1.0e-02" in lines
     assert lines[-1] == "epoch 2: 8/300 products, residual 2.0e-03"
@@ -484,4 +485,4 @@ def test_a_study_that_is_stopped_says_that_it_goes_on(
     assert stopped.exit_code == (0 if stop == "--minutes" else 130)
     assert "Stopped; run the same command to continue." in stopped.stderr
     assert not (tmp_path / "p" / "projection.csv").exists()
-    assert len(objects(call(*command))) == 2
+    assert len(objects(call(*command, "--json"))) == 2

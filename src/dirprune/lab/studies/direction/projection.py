@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -14,9 +15,8 @@ from dirprune.curvature.lanczos import Eigenpairs
 from dirprune.direction import eigenspace_share
 from dirprune.lab.progress import Progress
 from dirprune.lab.records import checkpoint
-from dirprune.lab.records.provenance import environment
-from dirprune.lab.records.tables import measuring, merge_rows, read_rows
-from dirprune.lab.studies.direction.spectrum import Journal, Lanczos, Subject, leading_eigenpairs, subject
+from dirprune.lab.records.tables import merge_rows, read_rows
+from dirprune.lab.studies.direction.spectrum import Lanczos, Subject, measuring_runs, subject
 from dirprune.lab.training.optimizers import Grda
 from dirprune.lab.training.runs import Run, parameters_of, weights_of
 from dirprune.weights import flatten, take
@@ -103,13 +103,8 @@ def project(
     lanczos = lanczos or Lanczos()
     check_comparable(sgd, grdas)
     chosen = _choose_epochs([sgd, *grdas], epochs)
-    files = {
-        f"epoch {epoch} of {run.folder.name}": checkpoint.checksum(run.checkpoints, epoch)
-        for run in (sgd, *grdas)
-        for epoch in chosen
-    }
-    settings = {"sgd": sgd.folder.name, "k": k, **asdict(lanczos)}
-    with measuring(out, settings, environment(device), table="projection.csv", files=files):
+    settings, every = {"sgd": sgd.folder.name, "k": k}, product((sgd, *grdas), chosen)
+    with measuring_runs(out, "projection.csv", settings, lanczos, device, every):
         bench: Subject | None = None
         known = {row.epoch for row in read_rows(out / "eigenvalues.csv", EigenvalueRow)}
         for epoch in chosen:
@@ -118,18 +113,17 @@ def project(
             if missing := [run for run in grdas if run.folder.name not in measured]:
                 bench = bench or subject(sgd.recipe, lanczos, device=device, root=root)
                 bench.load(weights_of(sgd, epoch)[1])
-                new = yield from _measure_epoch(bench, missing, epoch, k, lanczos, out)
+                new = yield from _measure_epoch(bench, missing, epoch, k, out)
                 measured |= {row.run: row for row in new}
             shutil.rmtree(_products(out, epoch), ignore_errors=True)  # also removes those of an earlier session
             yield from (measured[run.folder.name] for run in grdas)
 
 
 def _measure_epoch(
-    bench: Subject, runs: Sequence[Run], epoch: int, k: int, lanczos: Lanczos, out: Path
+    bench: Subject, runs: Sequence[Run], epoch: int, k: int, out: Path
 ) -> Generator[Progress, None, list[ProjectionRow]]:
     """Yield progress; measure these runs at the subject's weights, add the rows to the tables, and return them."""
-    journal = Journal(bench.hessian, _products(out, epoch))
-    pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what=f"epoch {epoch}", judge=bench.judge)
+    pairs, goal = yield from bench.eigenpairs(k, _products(out, epoch), what=f"epoch {epoch}")
     rows = [_measure(run, epoch, bench, pairs, goal) for run in runs]
     values = _eigenvalues(epoch, pairs)
     merge_rows(out / "eigenvalues.csv", EigenvalueRow, values, key=("epoch", "index"), in_order=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,12 @@ from dirprune.curvature import hessian_diagonal
 from dirprune.curvature.basis import inner
 from dirprune.direction import directional_prune, directional_score, lam_for_sparsity
 from dirprune.lab.progress import Progress
-from dirprune.lab.records import checkpoint
-from dirprune.lab.records.provenance import environment
-from dirprune.lab.records.tables import measuring, merge_rows, read_rows, write_rows
+from dirprune.lab.records.tables import merge_rows, read_rows, write_rows
 from dirprune.lab.studies.direction.spectrum import (
-    Journal,
     Lanczos,
     Subject,
     conv_precision,
-    leading_eigenpairs,
+    measuring_runs,
     subject,
 )
 from dirprune.lab.studies.direction.surgeon import FITS, surgeon_pruner, whole
@@ -134,11 +131,10 @@ def score(
     if epoch == 0 and given is None:
         raise ValueError(f"{run.folder} has only its initial weights; train it, or give --epoch 0 to prune those")
     settings = {"run": run.folder.name, "epoch": epoch, "samples": samples, "recalibrate": recalibrate}
-    files = {f"epoch {epoch} of {run.folder.name}": checkpoint.checksum(run.checkpoints, epoch)}
     bench = subject(run.recipe, lanczos, device=device, root=root)
-    with measuring(out, settings | asdict(lanczos), environment(device), table="score.csv", files=files):
+    with measuring_runs(out, "score.csv", settings, lanczos, device, [(run, epoch)]):
         bench.load(state)
-        yield from _prune_all(bench, state, out, ks, grid, samples, recalibrate, lanczos)
+        yield from _prune_all(bench, state, out, ks, grid, samples, recalibrate)
         shutil.rmtree(out / PRODUCTS, ignore_errors=True)
 
 
@@ -156,7 +152,6 @@ def _prune_all(
     sparsities: Sequence[float],
     samples: int,
     recalibrate: bool,
-    lanczos: Lanczos,
 ) -> Iterator[Progress | ScoreRow]:
     """Prune the network by every method to every sparsity that is not in score.csv yet; yield all rows."""
     rows = {(row.method, row.k, row.wanted): row for row in read_rows(out / "score.csv", ScoreRow)}
@@ -164,11 +159,11 @@ def _prune_all(
     methods = [*((other, 0) for other in others), *((directional, k) for k in ks)]
     missing = [each for each in methods if any((*each, wanted) not in rows for wanted in sparsities)]
     w = flatten(take(bench.model))
-    vectors = yield from _eigenvectors(bench, w, max((k for _, k in missing), default=0), lanczos, out)
+    vectors = yield from _eigenvectors(bench, w, max((k for _, k in missing), default=0), out)
     done = 0
     for method, k in methods:
         if (method, k) in missing:
-            prune = yield from _pruner(method, bench, w, vectors[:, :k], samples, lanczos.seed)
+            prune = yield from _pruner(method, bench, w, vectors[:, :k], samples)
         for wanted in sparsities:
             if (method, k, wanted) not in rows:
                 lam, pruned = prune(wanted)
@@ -181,16 +176,14 @@ def _prune_all(
             yield Progress("pruned networks", done, len(methods) * len(sparsities), unit="networks")
 
 
-def _pruner(
-    method: str, bench: Subject, w: Tensor, vectors: Tensor, samples: int, seed: int
-) -> Generator[Progress, None, Pruner]:
+def _pruner(method: str, bench: Subject, w: Tensor, vectors: Tensor, samples: int) -> Generator[Progress, None, Pruner]:
     if method == "directional":
         return directional_pruner(w, directional_score(w, vectors))
     if method == "magnitude":
         return smallest_pruner(w, w.abs())
     if method == "brain-surgeon":
         return surgeon_pruner(w, (yield from whole(bench.hessian)))
-    return smallest_pruner(w, (yield from _saliency(bench, w, samples, seed)))
+    return smallest_pruner(w, (yield from _saliency(bench, w, samples)))
 
 
 def directional_pruner(w: Tensor, score: Tensor) -> Pruner:
@@ -232,12 +225,11 @@ def _check(ks: Sequence[int], sparsities: Sequence[float], samples: int) -> None
         raise ValueError(f"samples={samples}: the estimate of the diagonal needs at least one product")
 
 
-def _eigenvectors(bench: Subject, w: Tensor, k: int, lanczos: Lanczos, out: Path) -> Generator[Progress, None, Tensor]:
+def _eigenvectors(bench: Subject, w: Tensor, k: int, out: Path) -> Generator[Progress, None, Tensor]:
     """Yield progress; write the eigenvalues, and return the eigenvectors of positive eigenvalues."""
     if not k:
         return w.new_empty(len(w), 0)
-    journal = Journal(bench.hessian, out / PRODUCTS)
-    pairs, goal = yield from leading_eigenpairs(journal, k, lanczos, what="eigenpairs", judge=bench.judge)
+    pairs, goal = yield from bench.eigenpairs(k, out / PRODUCTS, what="eigenpairs")
     shares = (inner(pairs.vectors.T, w.sign()) ** 2 / len(w)).tolist()
     found = zip(pairs.values.tolist(), pairs.residuals.tolist(), shares, strict=True)
     rows = [SpectrumRow(i, value, r, r <= goal, share) for i, (value, r, share) in enumerate(found, start=1)]
@@ -245,7 +237,7 @@ def _eigenvectors(bench: Subject, w: Tensor, k: int, lanczos: Lanczos, out: Path
     return pairs.vectors[:, pairs.values > 0]
 
 
-def _saliency(bench: Subject, w: Tensor, samples: int, seed: int) -> Generator[Progress, None, Tensor]:
+def _saliency(bench: Subject, w: Tensor, samples: int) -> Generator[Progress, None, Tensor]:
     """Yield progress; return the saliency of each weight in optimal brain damage, ½ |H_jj| w_j².
 
     At a minimum no H_jj is negative. The error of a negative estimate is at least its magnitude, so its magnitude is
@@ -254,7 +246,7 @@ def _saliency(bench: Subject, w: Tensor, samples: int, seed: int) -> Generator[P
     total = torch.zeros_like(w)
     for start in range(0, samples, DIAGONAL_BLOCK):
         count = min(DIAGONAL_BLOCK, samples - start)
-        total += count * hessian_diagonal(bench.hessian, samples=count, seed=seed + start)
+        total += count * hessian_diagonal(bench.hessian, samples=count, seed=bench.lanczos.seed + start)
         yield Progress("diagonal", start + count, samples, unit="products")
     return (total / samples).abs() * w.square() / 2
 

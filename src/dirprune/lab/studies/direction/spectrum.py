@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,12 @@ from dirprune.lab.data.loader import Loader
 from dirprune.lab.data.resident import ResidentLoader
 from dirprune.lab.progress import Progress
 from dirprune.lab.records import checkpoint
+from dirprune.lab.records.provenance import environment
+from dirprune.lab.records.tables import measuring
 from dirprune.lab.training.execution import Execution
 from dirprune.lab.training.experiment import assemble
 from dirprune.lab.training.recipe import Recipe
+from dirprune.lab.training.runs import Run
 
 PRECISIONS = ("float32", "tf32", "bfloat16")
 COMPILED_FROM = 40
@@ -70,7 +73,8 @@ class Subject:
     """A network with the Hessian of its training loss, at the weights that were loaded last.
 
     ``hessian`` is the operator for Lanczos; ``judge`` is the same matrix in a precision that gives reliable residuals.
-    ``curved`` holds the examples in both Hessians, ``train`` and ``test`` the whole sets.
+    ``curved`` holds the examples in both Hessians, ``train`` and ``test`` the whole sets; ``lanczos`` says how the
+    eigenpairs are computed.
     """
 
     model: nn.Module
@@ -79,9 +83,15 @@ class Subject:
     curved: Loader
     train: Loader
     test: Loader
+    lanczos: Lanczos
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state)
+
+    def eigenpairs(self, k: int, products: Path, *, what: str) -> Generator[Progress, None, tuple[Eigenpairs, float]]:
+        """Do as `leading_eigenpairs`, with the products saved in a folder until the caller removes it."""
+        journal = Journal(self.hessian, products)
+        return (yield from leading_eigenpairs(journal, k, self.lanczos, what=what, judge=self.judge))
 
 
 def subject(recipe: Recipe, lanczos: Lanczos, *, device: torch.device, root: Path | None = None) -> Subject:
@@ -94,7 +104,24 @@ def subject(recipe: Recipe, lanczos: Lanczos, *, device: torch.device, root: Pat
     parts = assemble(plain, device=device, root=root)
     curved = part_of(parts.loaders.train, lanczos.examples)
     hessian, judge = _operators(parts.model, curved, lanczos)
-    return Subject(parts.model, hessian, judge, curved, parts.loaders.train, parts.loaders.test)
+    return Subject(parts.model, hessian, judge, curved, parts.loaders.train, parts.loaders.test, lanczos)
+
+
+@contextmanager
+def measuring_runs(
+    out: Path,
+    table: str,
+    settings: Mapping[str, Any],
+    lanczos: Lanczos,
+    device: torch.device,
+    checkpoints: Iterable[tuple[Run, int]],
+) -> Iterator[None]:
+    """Hold a folder of rows that are measured in one way from these checkpoints, each a run and an epoch."""
+    files = {
+        f"epoch {epoch} of {run.folder.name}": checkpoint.checksum(run.checkpoints, epoch) for run, epoch in checkpoints
+    }
+    with measuring(out, {**settings, **asdict(lanczos)}, environment(device), table=table, files=files):
+        yield
 
 
 def _operators(model: nn.Module, curved: Loader, lanczos: Lanczos) -> tuple[Guarded, Guarded]:

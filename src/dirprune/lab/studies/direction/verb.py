@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,9 @@ from dirprune.lab.cli.console import (
 )
 from dirprune.lab.cli.drive import CONTINUE, OutOption, drive
 from dirprune.lab.cli.output import JsonOption, Output
+
+if TYPE_CHECKING:
+    import torch
 
 app = typer.Typer()
 
@@ -55,7 +58,6 @@ def project(
     """Measure how much of gRDA's difference from SGD lies in the leading Hessian eigenspace, along training."""
     with clear_errors(CONTINUE):
         from dirprune.lab import plots
-        from dirprune.lab.cli.follow import device_of
         from dirprune.lab.records.tables import read_rows
         from dirprune.lab.studies.direction.figures import projection_figure
         from dirprune.lab.studies.direction.projection import COLUMNS, ProjectionRow
@@ -65,8 +67,6 @@ def project(
         from dirprune.lab.training import runs
 
         sgd = runs.load(sgd_run, trusted=trust)
-        where = device_of(device)
-        _tell_precision(precision, where.type)
         steps = projecting(
             sgd,
             [runs.load(path, trusted=trust) for path in grda_run],
@@ -74,7 +74,7 @@ def project(
             k=k,
             epochs=integers("--epochs", epochs) if epochs else None,
             lanczos=Lanczos(examples, batch_size, precision, tolerance, max_iterations, seed),
-            device=where,
+            device=_device_for(precision, device),
             root=data or sgd.last_root(),
         )
         output = Output(as_json)
@@ -112,7 +112,6 @@ def score(
     """Prune a trained network along its flat directions, by magnitude, and by optimal brain damage and surgeon."""
     with clear_errors(CONTINUE):
         from dirprune.lab import plots
-        from dirprune.lab.cli.follow import device_of
         from dirprune.lab.studies.direction.figures import score_figure
         from dirprune.lab.studies.direction.scoring import COLUMNS, measured
         from dirprune.lab.studies.direction.scoring import score as scoring
@@ -120,8 +119,6 @@ def score(
         from dirprune.lab.training import runs
 
         found = runs.load(run, trusted=trust)
-        where = device_of(device)
-        _tell_precision(precision, where.type)
         steps = scoring(
             found,
             out,
@@ -130,7 +127,7 @@ def score(
             samples=samples,
             recalibrate=recalibrate,
             lanczos=Lanczos(examples, batch_size, precision, tolerance, max_iterations, seed),
-            device=where,
+            device=_device_for(precision, device),
             root=data or found.last_root(),
         )
         output = Output(as_json)
@@ -143,6 +140,10 @@ def score(
         output.tell(f"Numbers: {out}; figure: {figure}")
 
 
-def _tell_precision(precision: str, device: str) -> None:
-    if precision == "tf32" and device != "cuda":
+def _device_for(precision: str, device: str) -> torch.device:
+    from dirprune.lab.cli.follow import device_of
+
+    found = device_of(device)
+    if precision == "tf32" and found.type != "cuda":
         say("tf32 needs a GPU; using float32 here.")
+    return found
