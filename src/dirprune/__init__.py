@@ -15,12 +15,13 @@ if TYPE_CHECKING:
         lam_for_sparsity,
         null_projection,
     )
-    from dirprune.optim import GRDA, prunable_groups
+    from dirprune.optim import GRDA, AdamGRDA, prunable_groups
     from dirprune.zeros import SparsityReport, sparsity
 
 __version__ = "0.1.0"
 __all__ = [
     "GRDA",
+    "AdamGRDA",
     "BezierCurve",
     "Eigenpairs",
     "HessianOperator",
@@ -44,7 +45,7 @@ __all__ = [
 
 # Each name is imported when it is first used, so that `dirprune --help` does not wait for torch.
 _HOMES = {
-    "optim": ("GRDA", "prunable_groups"),
+    "optim": ("GRDA", "AdamGRDA", "prunable_groups"),
     "cost": ("macs",),
     "zeros": ("SparsityReport", "sparsity"),
     "curvature": ("Eigenpairs", "HessianOperator", "hessian_diagonal", "top_eigenpairs"),

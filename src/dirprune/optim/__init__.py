@@ -1,6 +1,7 @@
 """gRDA as torch optimizers. Start with `reference`: the paper's update as it stands, which every fast path repeats."""
 
+from dirprune.optim.adam import AdamGRDA
 from dirprune.optim.grda import GRDA
 from dirprune.optim.groups import prunable_groups
 
-__all__ = ["GRDA", "prunable_groups"]
+__all__ = ["GRDA", "AdamGRDA", "prunable_groups"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from dirprune._support.graphs import is_capturing
 from dirprune._support.rates import place_lr
 from dirprune.optim.options import check_options
-from dirprune.optim.paths import check_parameters, scalar_device
+from dirprune.optim.paths import check_parameters, fused_obstacle, scalar_device
 from dirprune.optim.selection import Member, Sample, smallest, summed
 from dirprune.optim.state import Loading, adopt_weights, first_state, fix_zeros, local
 from dirprune.optim.target import Plan, Progress
@@ -29,6 +30,9 @@ class Thresholded(Optimizer):
     A subclass takes the step of a parameter group (`_step_group`). Groups with ``c = 0`` are not thresholded. The
     target, if there is one, is an option of all groups, the same `Plan` in each.
     """
+
+    PER_ELEMENT: ClassVar[tuple[str, ...]] = ("accumulator",)
+    """What the state of every parameter holds for each of its elements."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         check_options(defaults)
@@ -59,7 +63,7 @@ class Thresholded(Optimizer):
         group = self.param_groups[-1]
         try:
             check_options(group)
-            check_parameters(group)
+            check_parameters(group, self._fused_obstacle)
             if plan is not None and plan.is_fixed and group["c"]:
                 raise ValueError(
                     f"the zeros of target={plan.target} were fixed after step {plan.last}, and new weights cannot join "
@@ -94,6 +98,19 @@ class Thresholded(Optimizer):
         weights = sum(m.p.numel() for m in members)
         return Progress(plan.step, plan.length, sum(counts), weights, share, plan.target, plan.of, plan.is_fixed)
 
+    def relative_threshold(self) -> float:
+        """Return τ/rms(v) over all weights that are thresholded: it says how strong pruning is in any network.
+
+        If v were Gaussian, a share erf(τ/rms(v)/√2) of the weights would be zero.
+        """
+        members, parts = self._members(), self._thresholded()
+        if not members:
+            return 0.0
+        counts = [m.v.numel() for m in members]
+        squares = sum(float(m.v.double().square().sum()) for m in members)
+        taus = sum(float(self.state[p]["threshold"]) * n for (p, *_), n in zip(parts, counts, strict=True))
+        return taus / sum(counts) / math.sqrt(squares / sum(counts)) if squares else 0.0
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the plan of a target as plain values."""
         state = super().state_dict()
@@ -108,7 +125,7 @@ class Thresholded(Optimizer):
         The mathematical options (lr, c, mu, target, …) come from the saved state. The options of execution (foreach,
         fused, capturable) stay as they are in this optimizer. If the state does not fit, nothing changes.
         """
-        loading = Loading(self, scalar_device)
+        loading = Loading(self, self._scalar_device)
         # torch casts every state tensor to its parameter's dtype. These two hooks undo that. The first one runs last
         # before loading, so that it sees the state as other hooks left it. The second one runs first after loading.
         hooks = (
@@ -130,7 +147,7 @@ class Thresholded(Optimizer):
         state: dict[str, Any] = self.state[p]
         if "accumulator" not in state:  # a wrapper may keep entries of its own there
             place_lr(group)  # again: the parameters may have been on "meta" when the group was added
-            state.update(first_state(p, scalar_device(group, p)))
+            state.update(first_state(p, self._scalar_device(group, p)))
         return state
 
     @overload
@@ -153,6 +170,7 @@ class Thresholded(Optimizer):
         self._raise_thresholds()
         for index, group in enumerate(self.param_groups):
             self._step_group(index, group)
+        self._threshold_all()
         self._fix_zeros()
         if not torch.compiler.is_compiling():
             self._versions = [_versions(group) for group in self.param_groups]
@@ -161,6 +179,17 @@ class Thresholded(Optimizer):
     def _step_group(self, index: int, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
+    def _fused_obstacle(self, params: Iterable[Tensor]) -> str | None:
+        """Return why the fused path cannot run on these parameters, or None."""
+        return fused_obstacle(params)
+
+    def _scalar_device(self, group: dict[str, Any], p: Tensor) -> torch.device:
+        """Return the device for a parameter's step and threshold."""
+        return scalar_device(group, p)
+
+    def _threshold_all(self) -> None:
+        """Set the parameters from their accumulators, unless `_step_group` has done so."""
+
     def _adopt(self) -> None:
         """Move the accumulators of parameters that something else has written to since the last step.
 
@@ -168,6 +197,7 @@ class Thresholded(Optimizer):
         """
         if torch.compiler.is_compiling():
             return
+        scales: dict[Tensor, float | Tensor] | None = None
         for index, group in enumerate(self.param_groups):
             params, now = group["params"], _versions(group)
             before = self._versions[index] if index < len(self._versions) else []
@@ -175,11 +205,13 @@ class Thresholded(Optimizer):
                 continue
             for p, old, new in zip_longest(params, before[: len(params)], now):
                 if old != new and "accumulator" in self.state.get(p, ()):
-                    adopt_weights(p, self.state[p], group["shape"])
+                    scales = self._scales() if scales is None else scales
+                    adopt_weights(p, self.state[p], group["shape"], scales.get(p, 1.0))
 
     def _thresholded(self) -> list[tuple[Tensor, dict[str, Any], float, float]]:
-        """Return (parameter, group, scale, cost) of all weights that a target counts."""
-        counts_cost = self.defaults["plan"].of == "cost"
+        """Return (parameter, group, scale, cost) of all weights that are thresholded."""
+        plan: Plan | None = self.defaults["plan"]
+        counts_cost = plan is not None and plan.of == "cost"
         return [
             (p, group, group["scale"], group["cost"] if counts_cost else 1.0)
             for group in self.param_groups
@@ -188,10 +220,17 @@ class Thresholded(Optimizer):
             if p.requires_grad
         ]
 
+    def _scales(self) -> dict[Tensor, float | Tensor]:
+        """Return by what the thresholds of single elements differ from their parameter's; nothing if they do not."""
+        return {}
+
     def _members(self) -> list[Member]:
+        parts = self._thresholded()
+        vs = [local(self.begin(p, group)["accumulator"]) for p, group, *_ in parts]
+        scales = self._scales()
         return [
-            Member(p, local(self.begin(p, group)["accumulator"]), scale, cost)
-            for p, group, scale, cost in self._thresholded()
+            Member(p, v, scale * scales[p] if p in scales else scale, cost)
+            for (p, _, scale, cost), v in zip(parts, vs, strict=True)
         ]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -228,11 +267,22 @@ class Thresholded(Optimizer):
         plan.check(members)
         zeros = smallest(members, plan.goal(members), plan.least(members))
         plan.threshold = torch.maximum(plan.threshold, zeros.top.to(plan.threshold))
-        for (p, group, scale, _), mask, bound in zip(
-            self._thresholded(), zeros.masks, zeros.bounds.unbind(), strict=True
+        for (p, group, *_), m, mask, bound in zip(
+            self._thresholded(), members, zeros.masks, zeros.bounds.unbind(), strict=True
         ):
-            tau = torch.where(bound < zeros.top, bound, plan.threshold.to(bound)) * scale
+            tau = torch.where(bound < zeros.top, bound, plan.threshold.to(bound)) * m.scale
             fix_zeros(p, self.state[p], mask, tau, group["shape"])
+
+
+def planned(target: float | None, steps: int | None, c: float | None, of: str, **phases: float | None) -> Plan | None:
+    """Return the plan of a target, or None without one; c and a target exclude each other."""
+    if target is None:
+        if steps is not None:
+            raise ValueError(f"steps={steps} belongs to a target, and there is none; give e.g. target=0.95")
+        return None
+    if c is not None:
+        raise ValueError(f"c={c} and target={target} exclude each other: the target finds c by itself; give one")
+    return Plan(target, steps, of, **phases)  # type: ignore[arg-type]
 
 
 def count_zeros(member: Member) -> int:

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from dirprune._support.rates import number
-from dirprune.optim.base import Thresholded
+from dirprune.optim.base import Thresholded, planned
 from dirprune.optim.paths import choose_path, refuse_capture
 from dirprune.optim.state import check_shapes, local
-from dirprune.optim.target import Plan
 from dirprune.optim.update import Rule, Tensors, take_step
 
 _PLAIN = {Tensor, nn.Parameter}
@@ -50,6 +49,7 @@ class GRDA(Thresholded):
         steps: how many optimizer steps the run takes; if not known yet, call `plan` before the first one.
         prune_from, prune_until: the part of the run in which the zeros of a target come. Before it, all weights train.
             After it, the zeros are fixed, and the weights that are left train on without a threshold.
+        fix_at: when the zeros are fixed, if later than ``prune_until``; until then, weights still come and go.
         c: how much to prune without a target, 5e-4 by default. Published runs: 5e-4 (VGG16), 1e-3 (WRN28x10), 1e-3 to
             1e-2 (ResNet50).
         mu: how fast the threshold grows, 0 < μ ≤ 1; the theory asks for (0.5, 1), published runs used 0.4 to 0.85.
@@ -90,6 +90,7 @@ class GRDA(Thresholded):
         of: str = "weights",
         prune_from: float = 0.1,
         prune_until: float = 0.7,
+        fix_at: float | None = None,
         shape: str = "soft",
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -101,14 +102,7 @@ class GRDA(Thresholded):
                 f"GRDA(params, {lr}, {given}) leaves open what {given} is; if it is the momentum, as in SGD, write "
                 f"GRDA(params, lr={lr}, momentum={given}); if it is the pruning strength, write c={given}"
             )
-        if target is None:
-            if steps is not None:
-                raise ValueError(f"steps={steps} belongs to a target, and there is none; give e.g. target=0.95")
-            plan = None
-        elif c is not None:
-            raise ValueError(f"c={c} and target={target} exclude each other: the target finds c by itself; give one")
-        else:
-            plan = Plan(target, steps, of, prune_from=prune_from, prune_until=prune_until)
+        plan = planned(target, steps, c, of, prune_from=prune_from, prune_until=prune_until, fix_at=fix_at)
         defaults = {
             "lr": lr,
             "c": (5e-4 if c is None else c) if plan is None else 1.0,

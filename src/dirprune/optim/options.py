@@ -17,7 +17,16 @@ MACHINE = ("foreach", "fused", "capturable")
 """Options that say how a step is executed on this machine."""
 MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize", "shape")
 """Options that say what a step computes."""
-_NUMBERS = {"lr": 0.1, "c": 5e-4, "mu": 0.51, "momentum": 0.9, "weight_decay": 5e-4}  # with an example value of each
+_NUMBERS = {
+    "lr": 0.1,
+    "c": 5e-4,
+    "mu": 0.51,
+    "momentum": 0.9,
+    "weight_decay": 5e-4,
+    "eps": 1e-8,
+    "power": 0.5,
+}
+"""Options that are numbers, each with an example value."""
 _ROUNDING = 1e-12
 """How far below 0 rounding may leave a scheduler that ends at 0; a state saved with such a rate must load."""
 _LOG_LARGEST = math.log(sys.float_info.max)
@@ -28,8 +37,8 @@ def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
 
     Without ``wait``, a rate that lies on a device is not read, because the host would wait for it.
     """
-    for name, example in _NUMBERS.items():
-        value = options[name]
+    for name in _NUMBERS.keys() & options.keys():
+        value, example = options[name], _NUMBERS[name]
         if name == "lr" and isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             continue
         if not isinstance(value, Real):
@@ -37,7 +46,8 @@ def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
         options[name] = float(value)  # a numpy number or a Fraction could not be saved with the state
     lr = options["lr"]
     lr = number(lr) if wait or not isinstance(lr, Tensor) or _is_on_host(lr) else 0.0
-    c, mu, momentum, weight_decay = (options[name] for name in _NUMBERS if name != "lr")
+    c, mu, weight_decay = (options[name] for name in ("c", "mu", "weight_decay"))
+    momentum = options.get("momentum", 0.0)
     if not lr >= -_ROUNDING or math.isinf(lr):
         raise ValueError(f"lr={lr} is not a learning rate; give a finite number ≥ 0, e.g. lr=0.1")
     if not c >= 0 or math.isinf(c):
@@ -49,12 +59,14 @@ def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
         )
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum={momentum} is out of range; give a number in [0, 1), e.g. momentum=0.9")
-    if options["nesterov"] and momentum == 0:
+    if options.get("nesterov") and momentum == 0:
         raise ValueError("nesterov=True needs momentum, and momentum=0; give e.g. momentum=0.9, or nesterov=False")
     if not weight_decay >= 0 or math.isinf(weight_decay):
         raise ValueError(
             f"weight_decay={weight_decay} is not a decay; give a finite number ≥ 0, e.g. weight_decay=5e-4"
         )
+    if "betas" in options:
+        _check_adam(options)
     # At μ ≤ 1 the first step's growth, at a rate that stays, is the largest.
     if lr > 0 and math.log(max(c, 1.0)) + (mu + 0.5) * math.log(lr / (1 - momentum)) > _LOG_LARGEST:
         raise ValueError(f"lr={lr} and c={c} give a threshold beyond the range of float64; give smaller ones")
@@ -69,6 +81,22 @@ def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
         )
     if options["foreach"] and options["fused"]:
         raise ValueError("foreach=True and fused=True exclude each other; give one of them, or neither for the default")
+
+
+def _check_adam(options: dict[str, Any]) -> None:
+    betas = options["betas"]
+    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(isinstance(beta, Real) for beta in betas)):
+        raise ValueError(f"betas={betas!r} are not two numbers; give e.g. betas=(0.9, 0.999)")
+    beta1, beta2 = options["betas"] = (float(betas[0]), float(betas[1]))
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"betas={betas!r} are out of range; give numbers in [0, 1), e.g. betas=(0.9, 0.999)")
+    if not options["eps"] >= 0 or math.isinf(options["eps"]):
+        raise ValueError(f"eps={options['eps']} cannot be used; give a finite number ≥ 0, e.g. eps=1e-8")
+    if not 0 <= options["power"] <= 1:
+        raise ValueError(
+            f"power={options['power']} is out of range; give a number from 0 (one threshold for all weights) to 1 "
+            "(Adam's own metric)"
+        )
 
 
 def _is_on_host(lr: Tensor) -> bool:

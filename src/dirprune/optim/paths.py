@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -54,7 +54,7 @@ def refuse_capture(group: dict[str, Any], p: Tensor) -> None:
         )
 
 
-def check_parameters(group: dict[str, Any]) -> None:
+def check_parameters(group: dict[str, Any], fused_obstacle: Callable[[Iterable[Tensor]], str | None]) -> None:
     for index, p in enumerate(group["params"]):
         if p.is_complex():
             raise ValueError(

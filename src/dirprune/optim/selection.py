@@ -24,7 +24,8 @@ class Member:
     p: Tensor
     v: Tensor
     """This process's part of its accumulator."""
-    scale: float = 1.0
+    scale: float | Tensor = 1.0
+    """One number, or one for each element of v."""
     cost: float = 1.0
     """What one of its weights costs: zeros are counted in this."""
 
@@ -58,8 +59,11 @@ class Sample:
         """Return the |v| / scale under which this share of the cost lies, in float64."""
         parts: dict[tuple[Any, ...], list[Tensor]] = {}
         for m, chosen in zip(members, self._chosen, strict=True):
-            values = m.v.flatten() if chosen is None else torch.take(m.v, chosen)
-            sizes = values.abs() if m.scale == 1 else values.abs() / m.scale
+            sizes = (m.v.flatten() if chosen is None else torch.take(m.v, chosen)).abs()
+            if isinstance(m.scale, Tensor):
+                sizes = sizes / (m.scale.flatten() if chosen is None else torch.take(m.scale, chosen))
+            elif m.scale != 1:
+                sizes = sizes / m.scale
             parts.setdefault(m.shards, []).append(sizes.to(members[0].v.device))
         values = torch.cat([_gather(torch.cat(sizes), groups) for groups, sizes in parts.items()])
         k = round(share * values.numel())

@@ -17,7 +17,7 @@ from dirprune.optim.options import MACHINE, check_options
 from dirprune.optim.target import Plan
 from dirprune.optim.threshold import grow_back, shrink
 
-_PER_ELEMENT = ("accumulator", "momentum_buffer", "pruned")
+_PER_ELEMENT = ("accumulator", "momentum_buffer", "exp_avg", "exp_avg_sq", "pruned")
 _PER_PARAMETER = ("step", "threshold")
 _SHAPE = attrgetter("shape")
 
@@ -47,7 +47,7 @@ class Loading:
 
     def check(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Raise if the state does not fit, and copy it before torch casts it."""
-        check_state(optimizer.param_groups, state_dict)
+        check_state(optimizer, state_dict)
         for group, saved_group in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
             for saved_id, p in zip(saved_group["params"], group["params"], strict=True):
                 saved = state_dict["state"].get(saved_id)
@@ -74,10 +74,12 @@ class Loading:
                     optimizer.state[p].setdefault("pruned", optimizer.state[p]["accumulator"] == 0)
 
 
-def check_state(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
+def check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Raise a ValueError that names what does not fit; nothing has been changed by then."""
+    groups, kind = optimizer.param_groups, type(optimizer).__name__
+    per_element: tuple[str, ...] = getattr(optimizer, "PER_ELEMENT", _PER_ELEMENT[:1])
     if "state" not in state_dict or "param_groups" not in state_dict:
-        raise ValueError(f"state_dict has the keys {list(state_dict)}; give what GRDA.state_dict() returned")
+        raise ValueError(f"state_dict has the keys {list(state_dict)}; give what {kind}.state_dict() returned")
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
         raise ValueError(
@@ -90,18 +92,18 @@ def check_state(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> Non
                 f"state_dict has {len(saved['params'])} parameters in group {index} and this optimizer "
                 f"{len(group['params'])}; load it into an optimizer of the same model"
             )
-        missing = [key for key in ("lr", "c", "mu") if key not in saved]
+        missing = [key for key in ("lr", "c", "mu", "betas") if key in group and key not in saved]
         if missing:
             raise ValueError(
-                f"state_dict is not one of GRDA's: group {index} has no {', '.join(missing)}; start a new GRDA on the "
-                "trained weights instead"
+                f"state_dict is not one of {kind}'s: group {index} has no {', '.join(missing)}; start a new {kind} on "
+                "the trained weights instead"
             )
         _check_plan(group["plan"], saved)
         check_options({**group, **saved, **{key: group[key] for key in MACHINE}})
         for saved_id, p in zip(saved["params"], group["params"], strict=True):
             state = state_dict["state"].get(saved_id)
             if state:
-                _check_parameter_state(state, saved_id, p)
+                _check_parameter_state(state, saved_id, p, per_element, kind)
 
 
 def _check_plan(own: Plan | None, saved: dict[str, Any]) -> None:
@@ -115,10 +117,10 @@ def _check_plan(own: Plan | None, saved: dict[str, Any]) -> None:
         )
 
 
-def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor) -> None:
-    absent = [key for key in (_PER_ELEMENT[0], *_PER_PARAMETER) if state.get(key) is None]
+def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor, needed: tuple[str, ...], kind: str) -> None:
+    absent = [key for key in (*needed, *_PER_PARAMETER) if state.get(key) is None]
     if absent:
-        raise ValueError(f"state_dict has no {', '.join(absent)} for parameter {name}; it is not from GRDA")
+        raise ValueError(f"state_dict has no {', '.join(absent)} for parameter {name}; it is not from {kind}")
     for key in _PER_PARAMETER:
         value = torch.as_tensor(state[key], device="cpu")
         if value.numel() != 1 or value.dim() or not 0 <= float(value) < math.inf:
@@ -195,7 +197,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def adopt_weights(p: Tensor, state: dict[str, Any], shape: str) -> None:
+def adopt_weights(p: Tensor, state: dict[str, Any], shape: str, scale: float | Tensor = 1.0) -> None:
     """Move the accumulator to the nearest value that gives the present weights of p.
 
         v ← argmin |u − v| over the u of which the threshold leaves w; for "soft", sign(u)·max(|u| − τ, 0) = w
@@ -206,7 +208,7 @@ def adopt_weights(p: Tensor, state: dict[str, Any], shape: str) -> None:
     w, v = local(p), local(state["accumulator"])
     check_shapes([w], [v])
     check_devices(w, v)
-    tau = state["threshold"].to(v)
+    tau = state["threshold"].to(v) * scale
     inside = v.clamp(-tau, tau)
     wide = w.to(v.dtype)
     nearest = torch.where(wide == 0, inside.nan_to_num(nan=0.0), grow_back(wide, tau, shape))

@@ -5,8 +5,9 @@ weights that are left falls geometrically, fast first:
 
     1 − s(n) = (1 − S)^(1 − (1 − u)²),    u = the part of this phase that has passed,    S = the target.
 
-At ``prune_until`` the zeros are fixed: the accumulator becomes the weights, and those that are left train on without a
-threshold, so that nothing pulls them towards zero any more.
+At ``prune_until`` the target is reached, and at ``fix_at``, which is the same unless given, the zeros are fixed: the
+accumulator becomes the weights, and those that are left train on without a threshold, so that nothing pulls them
+towards zero any more. In between, weights still come and go.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Plan:
     of: str = "weights"
     prune_from: float = 0.1
     prune_until: float = 0.7
+    fix_at: float | None = None
     step: int = 0
     threshold: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64, device="cpu"))
     """τ, of weights whose scale is 1."""
@@ -56,6 +58,11 @@ class Plan:
                 f"prune_from={self.prune_from} and prune_until={self.prune_until} are no part of the run; give "
                 "0 ≤ prune_from < prune_until ≤ 1, e.g. 0.1 and 0.7"
             )
+        if self.fix_at is not None and not self.prune_until <= self.fix_at <= 1:
+            raise ValueError(
+                f"fix_at={self.fix_at} is not between prune_until={self.prune_until} and 1; the zeros are fixed when "
+                "their number is reached, or later"
+            )
 
     @property
     def length(self) -> int:
@@ -73,9 +80,14 @@ class Plan:
         return int(self.prune_from * self.length)
 
     @property
+    def reached(self) -> int:
+        """The step by which the target is reached."""
+        return max(1, round(self.prune_until * self.length))
+
+    @property
     def last(self) -> int:
         """The step after which the zeros are fixed."""
-        return max(1, round(self.prune_until * self.length))
+        return self.reached if self.fix_at is None else max(1, round(self.fix_at * self.length))
 
     @property
     def is_fixed(self) -> bool:
@@ -94,7 +106,7 @@ class Plan:
 
     def share(self, n: int) -> float:
         """Return the planned share of zeros after step n."""
-        passed = min(max((n - self.first) / (self.last - self.first), 0.0), 1.0)
+        passed = min(max((n - self.first) / (self.reached - self.first), 0.0), 1.0)
         left: float = (1 - self.target) ** (1 - (1 - passed) ** 2)
         return 1 - left
 

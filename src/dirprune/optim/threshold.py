@@ -24,15 +24,23 @@ def growth(n: Any, *, rate: Any, c: float, mu: float) -> Any:
 
 
 def grow_thresholds(
-    steps: list[Tensor], thresholds: list[Tensor], lr: float | Tensor, c: float, mu: float, momentum: float = 0.0
+    steps: list[Tensor],
+    thresholds: list[Tensor],
+    lr: float | Tensor,
+    c: float,
+    mu: float,
+    momentum: float = 0.0,
+    *,
+    counted: bool = False,
 ) -> None:
-    """Set n ← n + 1, then τ ← τ + growth(n), in place, with the effective rate γ = lr/(1−momentum).
+    """Set n ← n + 1 unless it is counted already, then τ ← τ + growth(n), in place, with γ = lr/(1−momentum).
 
     A scheduler that ends at 0 may end slightly below it by rounding. γ^(μ+½) would be NaN there, so a negative rate
     counts as 0.
     """
     if isinstance(lr, Tensor) or not are_numbers(steps):
-        torch._foreach_add_(steps, 1.0)
+        if not counted:
+            torch._foreach_add_(steps, 1.0)
         if c:
             n = torch.stack(tuple(steps))
             rate = lr.to(n).clamp(min=0) if isinstance(lr, Tensor) else max(lr, 0.0)
@@ -40,7 +48,8 @@ def grow_thresholds(
         return
     # On the host, adding scalar tensors takes half the time of adding numbers.
     scalar = partial(torch.tensor, dtype=torch.float64, device="cpu")
-    torch._foreach_add_(steps, [scalar(1.0)] * len(steps))
+    if not counted:
+        torch._foreach_add_(steps, [scalar(1.0)] * len(steps))
     if c:
         counts = [step.item() for step in steps]
         rate = max(lr, 0.0) / (1 - momentum)
@@ -66,6 +75,24 @@ def shrink(v: Tensor, tau: float | Tensor, shape: str = "soft", *, out: Tensor) 
     out.copy_(torch.where(v.abs() <= bound, 0.0, left))
     if out.dtype != v.dtype:
         out.add_(0.0)  # a value that underflows in the cast keeps its sign: −0.0 + 0.0 = +0.0
+
+
+def shrink_all(params: list[Tensor], vs: list[Tensor], taus: list[float], shape: str) -> None:
+    """Write what thresholds leave of the accumulators to the parameters, all of them in a few launches if "soft"."""
+    if shape != "soft":
+        for p, v, tau in zip(params, vs, taus, strict=True):
+            shrink(v, tau, shape, out=p)
+        return
+    # −clamp(v, −τ, τ) + v, computed in the parameters' own memory if they have the accumulator's precision.
+    shrunk = [p if p.dtype == v.dtype else torch.empty_like(v) for p, v in zip(params, vs, strict=True)]
+    torch._foreach_copy_(shrunk, vs)
+    torch._foreach_clamp_max_(shrunk, taus)
+    torch._foreach_clamp_min_(shrunk, [-tau for tau in taus])
+    torch._foreach_neg_(shrunk)
+    torch._foreach_add_(shrunk, vs)
+    for p, s in zip(params, shrunk, strict=True):
+        if s is not p:
+            p.copy_(s).add_(ZERO)  # a value that underflows in the cast keeps its sign: −0.0 + 0.0 = +0.0
 
 
 def grow_back(w: Tensor, tau: Tensor, shape: str) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dirprune.optim.options import MATHEMATICS
-from dirprune.optim.threshold import ZERO, are_numbers, grow_thresholds, shrink
+from dirprune.optim.threshold import are_numbers, grow_thresholds, shrink, shrink_all
 
 
 class Tensors(NamedTuple):
@@ -118,17 +118,4 @@ def _step_together(tensors: Tensors, taus: list[float], rule: Rule) -> None:
     torch._foreach_add_(vs, directions, alpha=-float(rule.lr))
     for v, pruned in zip(vs, tensors.pruned, strict=False):
         v.masked_fill_(pruned, 0.0)
-    if rule.shape != "soft":
-        for p, v, tau in zip(params, vs, taus, strict=True):
-            shrink(v, tau, rule.shape, out=p)
-        return
-    # −clamp(v, −τ, τ) + v, computed in the parameters' own memory if they have the accumulator's precision.
-    shrunk = [p if p.dtype == v.dtype else torch.empty_like(v) for p, v in zip(params, vs, strict=True)]
-    torch._foreach_copy_(shrunk, vs)
-    torch._foreach_clamp_max_(shrunk, taus)
-    torch._foreach_clamp_min_(shrunk, [-tau for tau in taus])
-    torch._foreach_neg_(shrunk)
-    torch._foreach_add_(shrunk, vs)
-    for p, s in zip(params, shrunk, strict=True):
-        if s is not p:
-            p.copy_(s).add_(ZERO)  # a value that underflows in the cast keeps its sign: −0.0 + 0.0 = +0.0
+    shrink_all(params, vs, taus, rule.shape)

@@ -1,0 +1,235 @@
+"""AdamGRDA: gRDA's accumulator and threshold around AdamW's step, for networks that are trained with AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
+
+from dirprune.optim.base import Thresholded, planned
+from dirprune.optim.paths import refuse_capture
+from dirprune.optim.selection import Member, summed
+from dirprune.optim.state import check_shapes, local
+from dirprune.optim.threshold import are_numbers, grow_thresholds, shrink, shrink_all
+
+FLOOR = 0.01
+"""What is added to the metric, as a part of its mean: weights without a gradient would have infinite thresholds."""
+
+
+class AdamGRDA(Thresholded):
+    r"""AdamW that prunes while it trains: its step moves an accumulator, and the weights are what a threshold leaves.
+
+    .. math::
+        v_n = (1 - γ_n λ)\, v_{n-1} - γ_n\, \hat m_n / (\sqrt{\hat s_n} + ε), \qquad
+        w_n = T(v_n, τ_n q_n), \qquad
+        q_n \propto 1 / (d_n + 0.01\, \overline{d_n}), \quad d_n = \hat s_n^{p/2}.
+
+    m̂ and ŝ are Adam's moments of the gradient at w, and T the threshold of `GRDA`. Power p = 0 has one threshold for
+    all weights; with p > 0, weights with large gradients have lower ones (q has mean 1). ``c = 0`` is
+    `torch.optim.AdamW`. In groups with ``c=0``, as `prunable_groups` makes them, all weights are plainly AdamW's.
+
+    Args:
+        params: parameters or parameter groups, as for any torch optimizer; see also `prunable_groups`.
+        lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`. Sparse training from scratch wants about
+            twice AdamW's rate.
+        target: the share of zeros to end with, e.g. 0.9, met exactly.
+        steps: how many optimizer steps the run takes; if not known yet, call `plan` before the first one.
+        of: what the target is a share of: the ``"weights"``, or the ``"cost"`` that `prunable_groups` was given.
+        prune_from, prune_until, fix_at: when the zeros of a target begin to come, when they have all come, and when
+            they are fixed, as parts of the run. Until ``fix_at``, weights still come and go.
+        c, mu: without a target, how much to prune, and how fast the threshold grows. No c suits every network;
+            `relative_threshold` says how strong it is.
+        power: p, from 0 (from scratch) to 1 (Adam's own metric); 0.5 for fine-tuning.
+        shape: what the threshold leaves of a larger v: ``"soft"``, ``"garrote"`` or ``"hard"`` (for fine-tuning).
+        foreach, fused: force or forbid a path, as in `torch.optim.AdamW`; ``fused`` needs weights on a CPU.
+        capturable: keep ``lr``, step and threshold on the device, so that `step` can be captured in a CUDA graph.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2, bias=False)
+        >>> optimizer = AdamGRDA(model.parameters(), lr=0.01, target=0.5, steps=20)
+        >>> for _ in range(20):
+        ...     optimizer.zero_grad()
+        ...     model(torch.ones(3, 4)).square().mean().backward()
+        ...     optimizer.step()
+        >>> print(optimizer.progress())
+        step 20 of 20: 4 of 8 weights are zero, 50.00% of the weights (target 50.00%, fixed)
+
+    Reference: Chao, Wang, Xing, Cheng. Directional Pruning of Deep Neural Networks. NeurIPS 2020. Loshchilov, Hutter.
+    Decoupled Weight Decay Regularization. ICLR 2019.
+    """
+
+    PER_ELEMENT: ClassVar[tuple[str, ...]] = ("accumulator", "exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        target: float | None = None,
+        steps: int | None = None,
+        of: str = "weights",
+        prune_from: float = 0.0,
+        prune_until: float = 0.25,
+        fix_at: float = 0.8,
+        c: float | None = None,
+        mu: float = 0.51,
+        power: float = 0.0,
+        shape: str = "soft",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+    ) -> None:
+        plan = planned(target, steps, c, of, prune_from=prune_from, prune_until=prune_until, fix_at=fix_at)
+        if plan is None and c is None:
+            raise ValueError(
+                "AdamGRDA needs to know how much to prune: give target=… and steps=…, e.g. 0.9 and the number of "
+                "steps of the run, or a strength c=… (c=0 prunes nothing)"
+            )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "c": c if plan is None else 1.0,
+            "mu": mu,
+            "power": power,
+            "shape": shape,
+            "plan": plan,
+            "scale": 1.0,
+            "cost": 1.0,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+        }
+        super().__init__(params, defaults)
+
+    def _fused_obstacle(self, params: Iterable[Tensor]) -> str | None:
+        on_cpu = all(p.is_cpu and p.is_floating_point() for p in params)
+        return None if on_cpu else "the fused step of AdamGRDA is for weights on a CPU"
+
+    def _scalar_device(self, group: dict[str, Any], p: Tensor) -> torch.device:
+        return p.device if group["capturable"] else torch.device("cpu")
+
+    def begin(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = super().begin(p, group)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if moment not in state:
+                state[moment] = torch.zeros_like(state["accumulator"])
+        return state
+
+    def _step_group(self, index: int, group: dict[str, Any]) -> None:
+        """Move the accumulators as AdamW would move weights, and let the thresholds grow."""
+        params = [p for p in group["params"] if p.grad is not None]
+        for device in dict.fromkeys(p.device for p in params):
+            self._move([p for p in params if p.device == device], group)
+
+    def _move(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self.begin(p, group) for p in params]
+        refuse_capture(group, params[0])
+        vs, means, squares = ([local(s[name]) for s in states] for name in self.PER_ELEMENT)
+        steps = [s["step"] for s in states]
+        grads = [_like(p, v) for p, v in zip(params, vs, strict=True)]
+        if not torch.compiler.is_compiling():
+            check_shapes([local(p) for p in params], vs)
+        on_host = are_numbers(steps)
+        beta1, beta2 = group["betas"]
+        adamw(
+            vs,
+            grads,
+            means,
+            squares,
+            [],
+            steps,
+            foreach=_wants_foreach(group, params[0]),
+            capturable=group["capturable"] and not on_host,
+            fused=bool(group["fused"]),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=float(group["lr"]) if on_host else group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+        c = group["c"] * group["scale"] if group["plan"] is None else 0.0  # a plan moves the thresholds itself
+        grow_thresholds(steps, [s["threshold"] for s in states], group["lr"], c, group["mu"], counted=True)
+        for v, state in zip(vs, states, strict=True):
+            if "pruned" in state:
+                v.masked_fill_(local(state["pruned"]), 0.0)
+
+    def _threshold_all(self) -> None:
+        scales = self._scales()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            weights = [local(p) for p in params]
+            vs = [local(self.state[p]["accumulator"]) for p in params]
+            taus = [self.state[p]["threshold"] for p in params]
+            if weights[0] is not params[0]:
+                torch.autograd.graph.increment_version(params)  # their shards are written behind autograd's back
+            if any(p in scales for p in params):
+                for p, w, v, tau in zip(params, weights, vs, taus, strict=True):
+                    shrink(v, tau.to(v) * scales[p], group["shape"], out=w)
+            elif not are_numbers(taus):
+                for w, v, tau in zip(weights, vs, taus, strict=True):
+                    shrink(v, tau, group["shape"], out=w)
+            elif _wants_foreach(group, weights[0]):
+                shrink_all(weights, vs, [tau.item() for tau in taus], group["shape"])
+            else:
+                for w, v, tau in zip(weights, vs, taus, strict=True):
+                    shrink(v, tau.item(), group["shape"], out=w)
+
+    def _scales(self) -> dict[Tensor, float | Tensor]:
+        """Return q of every thresholded parameter whose group has a power > 0; q has mean 1 over all of them."""
+        parts = [(p, group) for p, group, *_ in self._thresholded() if group["power"] and "exp_avg_sq" in self.state[p]]
+        if not parts:
+            return {}
+        sizes = [self._metric(p, group) for p, group in parts]
+        floor = FLOOR * _mean([p for p, _ in parts], sizes)
+        inverse = [(size + floor.to(size)).reciprocal() for size in sizes]
+        mean = _mean([p for p, _ in parts], inverse)
+        # Before any gradient all sizes are 0, and all thresholds alike.
+        return {p: (q / mean.to(q)).nan_to_num_(nan=1.0) for (p, _), q in zip(parts, inverse, strict=True)}
+
+    def _metric(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return ŝ^(power/2) of a parameter."""
+        state = self.state[p]
+        correction = 1 - group["betas"][1] ** state["step"]
+        square = local(state["exp_avg_sq"])
+        corrected: Tensor = square / correction.to(square).clamp(min=torch.finfo(square.dtype).tiny)
+        return corrected.pow(group["power"] / 2)
+
+
+def _like(p: Tensor, v: Tensor) -> Tensor:
+    """Return a parameter's gradient as its accumulator is stored."""
+    grad: Any = p.grad
+    if hasattr(grad, "placements") and grad.placements != p.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
+    grad = local(grad)
+    dense: Tensor = (grad.to_dense() if grad.is_sparse else grad).to(v.dtype)
+    return dense
+
+
+def _wants_foreach(group: dict[str, Any], p: Tensor) -> bool:
+    if torch.compiler.is_compiling() or group["fused"]:
+        return False
+    return p.is_cuda if group["foreach"] is None else bool(group["foreach"])
+
+
+def _mean(params: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Return the mean over all elements of all tensors, on all processes."""
+    device = values[0].device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for p, value in zip(params, values, strict=True):
+        total += summed(value.sum(dtype=torch.float64), Member(p, value).shards).to(device)
+    return total / sum(p.numel() for p in params)
