@@ -31,7 +31,7 @@ FLOORS = [
     {"methods", "tasks"},
     {"data", "models", "published"},
     {"records"},
-    {"names", "progress", "ranges", "stats", "text", "trust"},
+    {"names", "own", "progress", "ranges", "stats", "text", "trust"},
 ]
 STUDIES_THAT_READ_ANOTHER = {("reproduction", "bench")}
 BESIDES_TORCH = {"optim": {"triton"}, "deploy": {"numpy"}}

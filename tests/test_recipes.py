@@ -172,7 +172,7 @@ def test_a_recipe_with_every_field_changed_survives_json() -> None:
     changed = Recipe(
         name="own",
         about="all else than digits",
-        task=Images("synthetic", statistics="cifar", augment=False, validation=0.25),
+        task=Images("synthetic", statistics="cifar", augment=False, validation=0.25, size=64),
         model="vgg16",
         epochs=7,
         batch_size=9,
@@ -180,6 +180,7 @@ def test_a_recipe_with_every_field_changed_survives_json() -> None:
         method=MethodSpec.of("magnitude", sparsity=0.9, allocation="global"),
         schedule=Schedule("drop", after=(2, 4), every=3, warmup=1.5),
         seed=3,
+        start="weights.pt",
         keep=(1, 5),
         published=((0.1, 0.2),),
         cpu=Execution(precision="bfloat16", compile=True),

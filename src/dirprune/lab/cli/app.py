@@ -162,6 +162,15 @@ def train(
         float | None,
         typer.Option(help="Hold out this fraction of the training set and report on it instead of the test set."),
     ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Another data set; folder for the images in --data, or your own as package.module:name."),
+    ] = None,
+    image_size: Annotated[int | None, typer.Option(min=1, help="Side of the images of a folder, in pixels.")] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option("--from", help="Start from these weights: a run, or a .safetensors or torch.save file."),
+    ] = None,
     augment: Annotated[
         bool | None, typer.Option("--augment/--no-augment", help="Crop and mirror training images at random.")
     ] = None,
@@ -206,6 +215,9 @@ def train(
             seed=seed,
             model=model,
             validation=validation,
+            data=dataset,
+            size=image_size,
+            start=None if start is None else str(start.resolve()),
             augment=augment,
             keep=tuple(integers("--keep", keep)) if keep else None,
             precision=precision.value if precision else None,

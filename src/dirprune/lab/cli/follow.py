@@ -250,7 +250,7 @@ def _conclude(run: Run, output: Output | None, is_new: bool, process: Process) -
     if run.saved < run.recipe.epochs:
         how, program = _launcher(process)
         say(f"Stopped; saved up to epoch {run.saved} of {run.recipe.epochs}. {how}:")
-        trust = " --trust" if ":" in run.recipe.model else ""
+        trust = " --trust" if run.recipe.code else ""
         say(f"    {program} resume {shlex.quote(str(run.folder))}{trust}")
         return False
     if output is None:

@@ -1,4 +1,4 @@
-"""Data sets by name: digits, cifar10, cifar100, imagenet and synthetic, each as Loaders."""
+"""Data sets as Loaders: digits, CIFAR, ImageNet, any folder of images, noise, or torch Datasets of a user's own."""
 
 import os
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dirprune.lab.data import cifar
+from dirprune.lab.data import cifar, dataset
 from dirprune.lab.data.imagefolder import SIZE, ImageFolderLoader, find_imagenet
 from dirprune.lab.data.loader import (
     CIFAR_STATISTICS,
@@ -35,9 +35,11 @@ __all__ = [
     "stratified_split",
 ]
 
-NAMES = ("digits", "cifar10", "cifar100", "imagenet", "synthetic")
-ON_DISK = ("cifar10", "cifar100", "imagenet")
-"""The data sets that are read from a folder."""
+NAMES = ("digits", "cifar10", "cifar100", "imagenet", "folder", "synthetic")
+ON_DISK = ("cifar10", "cifar100", "imagenet", "folder")
+"""The data sets that are read from disk."""
+FOLDERS = ("imagenet", "folder")
+"""Those that are folders of images: train/ and val/, with a folder per class in each."""
 
 DIGITS_STATISTICS = Normalization((0.3056,), (0.3761,), white=16)
 """Statistics of the training part of scikit-learn's digits, whose pixels run from 0 to 16."""
@@ -102,6 +104,7 @@ def load(
     validation: float = 0.0,
     normalization: Normalization | None = None,
     augment: bool = True,
+    size: int = 0,
     rank: int = 0,
     world_size: int = 1,
     workers: int | None = None,
@@ -110,7 +113,7 @@ def load(
     """Load a data set. The batches of epoch e depend on (seed, e) alone, so two optimizers see the same ones.
 
     Args:
-        name: one of `NAMES`.
+        name: one of `NAMES`, or the user's own as package.module:callable, which returns two torch Datasets.
         batch_size: the global batch size; with several processes, each yields its share of the same batches.
         seed: seed of order and augmentation, but not of what is held out.
         root: the folder of the files; by default $DIRPRUNE_DATA, or ~/.cache/dirprune.
@@ -118,6 +121,7 @@ def load(
         validation: the fraction of every class of the training set to hold out.
         normalization: replaces the set's own mean and standard deviation.
         augment: if False, `epoch` only shuffles.
+        size: side of the images of imagenet or a folder, in pixels; 0 stands for 224.
         rank, world_size: the index of this process, and the number of processes.
         workers: number of processes that read images (imagenet); by default one per CPU, divided by ``world_size``.
         synthetic: shape, classes and examples of the synthetic set.
@@ -127,15 +131,21 @@ def load(
     >>> inputs.shape, data.train.examples, data.test.examples
     (torch.Size([128, 1, 8, 8]), 1438, 359)
     """
-    if name not in NAMES:
+    if ":" not in name and name not in NAMES:
         raise ValueError(f"name={name!r}: no such data set; known are {', '.join(NAMES)}")
     if not 0 <= validation < 1:
         raise ValueError(f"validation={validation}: the fraction to hold out must lie in [0, 1)")
+    if size and name not in FOLDERS:
+        raise ValueError(f"--image-size {size}: only the images of {' or '.join(FOLDERS)} are resized; leave it out")
     batching = Batching(batch_size, seed, rank, world_size)
-    if name == "imagenet":
+    if ":" in name:
+        return _own(name, batching, torch.device(device), validation)
+    if name in FOLDERS:
         chosen = _channels(normalization or IMAGENET_STATISTICS, 3)
         readers = _workers(workers, world_size)
-        return _folder(data_root(root), batching, chosen, torch.device(device), validation, augment, readers)
+        return _folder(
+            data_root(root), batching, chosen, torch.device(device), validation, augment, readers, size or SIZE
+        )
     data = _read(name, data_root(root), synthetic or Synthetic())
     chosen = _channels(normalization or data.normalization, data.train[0].shape[1])
     return _resident(data, batching, chosen, torch.device(device), validation, augment)
@@ -255,14 +265,29 @@ def _folder(
     validation: float,
     augment: bool,
     workers: int,
+    side: int,
 ) -> Loaders:
     train, test = find_imagenet(root)
     kept, held = _validation_split(train.targets, validation)
     options = (batching, normalization, device, workers)
     return Loaders(
-        train=ImageFolderLoader(train.take(kept).mixed(), *options, augment=augment),
-        test=ImageFolderLoader(test, *options, augment=False),
-        validation=ImageFolderLoader(train.take(held), *options, augment=False) if validation else None,
+        train=ImageFolderLoader(train.take(kept).mixed(), *options, augment=augment, side=side),
+        test=ImageFolderLoader(test, *options, augment=False, side=side),
+        validation=ImageFolderLoader(train.take(held), *options, augment=False, side=side) if validation else None,
         classes=len(train.classes),
-        shape=(3, SIZE, SIZE),
+        shape=(3, side, side),
+    )
+
+
+def _own(spec: str, batching: Batching, device: torch.device, validation: float) -> Loaders:
+    (train, targets), (test, tested) = dataset.read(spec)
+    kept, held = _validation_split(targets, validation)
+    large = replace(batching, batch_size=max(batching.batch_size, EVALUATION_BATCH))
+    channels, height, width = train[0][0].shape
+    return Loaders(
+        train=dataset.DatasetLoader(train, kept, batching, device),
+        test=dataset.DatasetLoader(test, torch.arange(len(tested)), large, device),
+        validation=dataset.DatasetLoader(train, held, large, device) if validation else None,
+        classes=int(max(targets.max(), tested.max())) + 1,
+        shape=(channels, height, width),
     )

@@ -1,4 +1,4 @@
-"""ImageNet as a folder: train/ and val/ with a folder of JPEGs per class, read with Pillow in worker processes."""
+"""Folders of images, such as ImageNet: train/ and val/ with a folder per class, read by Pillow in worker processes."""
 
 import math
 import os
@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 from dirprune.lab.data.loader import Batch, Batching, Normalization, generator
 
 SIZE = 224
-RESIZED = 256
+"""The usual side of an image, in pixels."""
+MARGIN = 8 / 7
+"""Before its centre is cropped, an image is resized to this multiple of the side: 256 for 224."""
 SCALE = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -48,9 +50,7 @@ class Images:
 def find_images(folder: Path) -> Images:
     """List folder/CLASS/IMAGE, with classes and images in sorted order."""
     if not folder.is_dir():
-        raise FileNotFoundError(
-            f"imagenet: there is no folder {folder}; give --data the folder that contains train/ and val/"
-        )
+        raise FileNotFoundError(f"there is no folder {folder}; give --data the folder that contains train/ and val/")
     classes = tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()))
     if not classes:
         raise ValueError(f"{folder}: no class folders; it must contain one folder of images per class")
@@ -96,40 +96,42 @@ def random_box(size: tuple[int, int], chance: random.Random) -> Box:
     return left, upper, left + across, upper + down
 
 
-def centre_box(size: tuple[int, int]) -> Box:
+def centre_box(size: tuple[int, int], side: int = SIZE) -> Box:
     """Return the part of the stored image that is left after "resize the shorter side to 256, crop 224 × 224"."""
     width, height = size
-    resized = [RESIZED * side // min(size) for side in size]
-    left, upper = (round((side - SIZE) / 2) for side in resized)
+    resized = [round(MARGIN * side) * length // min(size) for length in size]
+    left, upper = (round((length - side) / 2) for length in resized)
     x, y = width / resized[0], height / resized[1]
-    return left * x, upper * y, (left + SIZE) * x, (upper + SIZE) * y
+    return left * x, upper * y, (left + side) * x, (upper + side) * y
 
 
-def crop_resize(image: Image.Image, box: Box) -> Image.Image:
-    """Return the box of a freshly opened image as 224 × 224 RGB.
+def crop_resize(image: Image.Image, box: Box, side: int = SIZE) -> Image.Image:
+    """Return the box of a freshly opened image as a square of RGB.
 
-    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the box stays at least 224 wide and high: most of the time to
-    decode a large photograph goes into detail that the resize would average away.
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the box stays at least as wide and high as the square: most of
+    the time to decode a large photograph goes into detail that the resize would average away.
     """
     width, height = image.size
     left, upper, right, lower = box
-    wanted = math.ceil(width * SIZE / (right - left)), math.ceil(height * SIZE / (lower - upper))
+    wanted = math.ceil(width * side / (right - left)), math.ceil(height * side / (lower - upper))
     drafted = image.draft("RGB", wanted)
     scale = drafted[1][2] / width if drafted else 1.0
     if image.mode != "RGB":
         image = image.convert("RGB")
     scaled = (left * scale, upper * scale, right * scale, lower * scale)
-    return image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=scaled, reducing_gap=2.0)
+    return image.resize((side, side), Image.Resampling.BILINEAR, box=scaled, reducing_gap=2.0)
 
 
-def read_image(path: str, chance: random.Random | None) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Read an image as uint8 (224, 224, 3): a random crop and flip drawn from `chance`, or the central crop if None."""
+def read_image(
+    path: str, chance: random.Random | None, side: int = SIZE
+) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Read an image as uint8 (side, side, 3): a random crop and flip drawn from `chance`, the central crop if None."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)  # an image may have to be decoded whole
             with Image.open(path) as image:
-                box = random_box(image.size, chance) if chance else centre_box(image.size)
-                pixels = np.asarray(crop_resize(image, box))
+                box = random_box(image.size, chance) if chance else centre_box(image.size, side)
+                pixels = np.asarray(crop_resize(image, box, side))
     except Exception as error:  # decoders raise many types, and the user needs to know the file
         raise ValueError(f"{path}: not a readable image ({error}); replace or remove it") from error
     return pixels[:, ::-1] if chance and chance.random() < 0.5 else pixels
@@ -160,12 +162,13 @@ def _sigterm_waits() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Reader(Dataset[Batch | str]):
-    """The data set in a worker: maps a request to uint8 (N, 3, 224, 224) and targets, or to an error message.
+    """The data set in a worker: maps a request to uint8 (N, 3, side, side) and targets, or to an error message.
 
     The error is returned rather than raised, because it would arrive buried in the traceback of another process.
     """
 
     images: Images
+    side: int
 
     def __getitem__(self, request: Request) -> Batch | str:
         try:
@@ -174,11 +177,11 @@ class _Reader(Dataset[Batch | str]):
             return str(error)
 
     def _read(self, request: Request) -> Batch:
-        pixels = np.empty((len(request.indices), 3, SIZE, SIZE), dtype=np.uint8)
+        pixels = np.empty((len(request.indices), 3, self.side, self.side), dtype=np.uint8)
         for row, index in enumerate(request.indices):
             # One generator per example, so that the result depends on neither the worker nor the rest of the batch.
             chance = random.Random(f"{request.key}/{index}") if request.key is not None else None
-            pixels[row] = read_image(self.images.paths[index], chance).transpose(2, 0, 1)
+            pixels[row] = read_image(self.images.paths[index], chance, self.side).transpose(2, 0, 1)
         return torch.from_numpy(pixels), self.images.targets[request.indices]
 
 
@@ -195,6 +198,7 @@ class ImageFolderLoader:
     device: torch.device
     workers: int
     augment: bool
+    side: int = SIZE
 
     @property
     def examples(self) -> int:
@@ -217,7 +221,7 @@ class ImageFolderLoader:
     def _batches(self, order: Tensor, key: str | None) -> Iterator[Batch]:
         requests = [Request(share.tolist(), key) for share in self.batching.shares(order)]
         loader: DataLoader[Batch | str] = DataLoader(
-            _Reader(self.images),
+            _Reader(self.images, self.side),
             batch_size=None,  # a request is already a batch
             sampler=requests,
             num_workers=self.workers,

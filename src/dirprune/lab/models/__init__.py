@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from dirprune.lab import trust
+from dirprune.lab import own
 from dirprune.lab.models.resnet import resnet18, resnet50
 from dirprune.lab.models.small import small
 from dirprune.lab.models.vgg import vgg16
@@ -62,36 +58,14 @@ def build(name: str, classes: int) -> nn.Module:
 
 def _build_own(spec: str, classes: int) -> nn.Module:
     """Import ``package.module:callable`` and call it."""
-    trust.check(spec)
-    module, _, attribute = spec.partition(":")
-    try:
-        with _current_folder():  # it may import more when it is called
-            make = getattr(importlib.import_module(module), attribute)
-            model = make(**_class_argument(make, classes))
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"model={spec!r} raised {type(error).__name__}: {error}; name a callable as package.module:name, in this "
-            "folder, installed or on PYTHONPATH, that needs no argument but num_classes (or classes) and returns the "
-            "network; DIRPRUNE_TRACEBACK=1 shows where it failed"
-        ) from error
+    needs = "needs no argument but num_classes (or classes) and returns the network"
+    model = own.call("model", spec, lambda make: _class_argument(make, classes), needs)
     if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             f"model={spec!r} returned an object of type {type(model).__name__}; it must return a torch.nn.Module "
             "with parameters to train"
         )
     return model
-
-
-@contextmanager
-def _current_folder() -> Iterator[None]:
-    """Search for modules in the current folder last, where an installed command does not search by itself."""
-    here = str(Path.cwd())
-    sys.path.append(here)
-    try:
-        yield
-    finally:
-        if here in sys.path:
-            del sys.path[len(sys.path) - 1 - sys.path[::-1].index(here)]
 
 
 def _class_argument(make: Callable[..., Any], classes: int) -> dict[str, int]:

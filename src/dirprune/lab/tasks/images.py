@@ -10,15 +10,16 @@ import torch
 
 from dirprune.lab.data import Loaders, load
 from dirprune.lab.data.loader import STATISTICS
-from dirprune.lab.ranges import BELOW_ONE, BadValue, check
+from dirprune.lab.ranges import BELOW_ONE, NOT_NEGATIVE, BadValue, check
 
 
 @dataclass(frozen=True)
 class Images:
     """Classes of images: which, and how they are prepared.
 
-    ``data`` is the name of a data set. ``statistics`` names the normalisation; if empty, the data set's own is used.
-    ``validation`` is the fraction of the training set that is held out.
+    ``data`` is the name of a data set, or package.module:callable. ``statistics`` names the normalisation; if empty,
+    the data set's own is used. ``validation`` is the fraction of the training set that is held out, ``size`` the side
+    of the images of a folder in pixels, 0 for the usual one.
     """
 
     name: ClassVar[str] = "images"
@@ -27,9 +28,10 @@ class Images:
     statistics: str = ""
     augment: bool = True
     validation: float = 0.0
+    size: int = 0
 
     def __post_init__(self) -> None:
-        check(vars(self), validation=BELOW_ONE)
+        check(vars(self), validation=BELOW_ONE, size=NOT_NEGATIVE)
         if self.statistics not in ("", *STATISTICS):
             raise BadValue("statistics", self.statistics, f"take one of {', '.join(STATISTICS)}, or none")
 
@@ -53,6 +55,7 @@ class Images:
             validation=self.validation,
             normalization=STATISTICS.get(self.statistics),
             augment=self.augment,
+            size=self.size,
             rank=rank,
             world_size=world_size,
         )

@@ -26,6 +26,7 @@ from dirprune.lab.training.processes import Process
 from dirprune.lab.training.recipe import Recipe
 from dirprune.lab.training.reward import Reward
 from dirprune.lab.training.runs import Outcome, Run, check_unchanged, fault_of
+from dirprune.lab.training.start import start_from
 from dirprune.lab.training.surroundings import Surroundings
 from dirprune.optim.options import MACHINE
 
@@ -222,6 +223,8 @@ def _go_back(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoin
     if found is not None and found[0] == run.recipe.epochs:
         parts.model.load_state_dict(found[1]["model"])
         return found[0]
+    if found is None and run.recipe.start:
+        start_from(parts.model, Path(run.recipe.start))
     train_set = parts.loaders.train
     steps = run.recipe.epochs * len(train_set)
     method.attach(parts.model, parts.optimizer, steps=steps, examples=train_set.examples)

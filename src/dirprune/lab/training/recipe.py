@@ -31,9 +31,9 @@ PARTS = ("task", "optimizer", "method")
 class Recipe:
     """A training run, except for where it runs and where its files go.
 
-    ``task`` is what is learned; ``optimizer`` trains, and prunes unless a ``method`` does. ``keep`` lists the epochs
-    whose checkpoints are kept, ``published`` the (c, μ) of the paper's runs. ``cpu`` and ``cuda`` say how steps run on
-    these devices.
+    ``task`` is what is learned; ``optimizer`` trains, and prunes unless a ``method`` does. ``start`` is a run or a file
+    whose weights training starts from. ``keep`` lists the epochs whose checkpoints are kept, ``published`` the (c, μ)
+    of the paper's runs. ``cpu`` and ``cuda`` say how steps run on these devices.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Recipe:
     schedule: Schedule = field(default_factory=Schedule)
     batch_size: int = 128
     seed: int = 0
+    start: str = ""
     keep: tuple[int, ...] = ()
     about: str = ""
     published: tuple[tuple[float, float], ...] = ()
@@ -81,6 +82,11 @@ class Recipe:
         'gRDA c=0.016 μ=0.7'
         """
         return self.pruner.setting
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """What the recipe names of somebody's own code, as package.module:callable."""
+        return tuple(spec for spec in (self.model, self.task.data) if ":" in spec)
 
     def values(self) -> dict[str, Any]:
         """Return every value under the name by which users know it, with those of the parts among the recipe's own."""
@@ -171,16 +177,17 @@ def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
 def changed(recipe: Recipe, **changes: Any) -> Recipe:
     """Return the recipe with all changes that are not None, which come from command-line options.
 
-    Errors name the option as the user types it, and a network of the user's own (``model``) is trusted, because the
-    command names it.
+    Errors name the option as the user types it, and code of the user's own (``model``, ``data``) is trusted, because
+    the command names it.
 
     >>> from dirprune.lab.training.recipes import get
     >>> changed(get("digits"), lr=0.2, epochs=None, lean=True).cuda.lean
     True
     """
     given = {name: value for name, value in changes.items() if value is not None}
-    if "model" in given:
-        trust.allow(given["model"])
+    for name in ("model", "data"):
+        if name in given:
+            trust.allow(given[name])
     try:
         return recipe.but(**given)
     except BadValue as error:

@@ -243,7 +243,7 @@ class History:
 
 
 def create(folder: Path, recipe: Recipe) -> Run:
-    """Create the directory of a new run; raise if it already exists. A network of the recipe's own is trusted."""
+    """Create the directory of a new run; raise if it already exists. Code that the recipe names is trusted."""
     if taken(folder, "config.json"):
         remedy = (
             f"continue it with `dirprune resume {quoted(folder)}`, or " if (folder / "config.json").is_file() else ""
@@ -258,7 +258,8 @@ def create(folder: Path, recipe: Recipe) -> Run:
             with suppress(OSError):
                 each.rmdir()
         raise
-    trust.allow(recipe.model)
+    for spec in recipe.code:
+        trust.allow(spec)
     return Run(folder, recipe)
 
 
@@ -293,8 +294,8 @@ def quoted(folder: Path) -> str:
 def load(folder: Path, *, trusted: bool = False) -> Run:
     """Open an existing run.
 
-    Reading a run executes nothing. If it is ``trusted``, the network that its config.json names may be imported later
-    as `module:callable`, provided that the newest checkpoint was trained with the same recipe.
+    Reading a run executes nothing. If it is ``trusted``, code that its config.json names may be imported later as
+    `module:callable`, provided that the newest checkpoint was trained with the same recipe.
     """
     config = folder / "config.json"
     if not folder.exists():
@@ -309,10 +310,11 @@ def load(folder: Path, *, trusted: bool = False) -> Run:
         run = Run(folder, Recipe.from_dict(json.loads(config.read_text())))
     except NO_RECIPE as error:
         raise ValueError(f"{config} cannot be read as a recipe: {error}; {COPIES}") from error
-    if trusted and ":" in run.recipe.model:
+    if trusted and run.recipe.code:
         if found := checkpoint.latest(run.checkpoints, fault=lambda state: fault_of(state, "recipe")):
             check_unchanged(run, found[1])
-        trust.allow(run.recipe.model)
+        for spec in run.recipe.code:
+            trust.allow(spec)
     return run
 
 
