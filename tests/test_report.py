@@ -190,7 +190,7 @@ def test_layers_of_a_run_without_its_checkpoints_are_those_it_ended_with(tmp_pat
     run = make_run(tmp_path / "run", replace(DIGITS, model="gone:net"), [50.0, 60.0, 70.0])
     zeros = sparsity({"weight": torch.eye(4)})
     run.conclude(Outcome(zeros))
-    epoch, found = layerwise(run)
+    epoch, found = layerwise(run.read())
     assert (epoch, found.layers[0].zeros) == (3, 12)
     assert [path.name for path in draw(report([run.folder]))] == ["curves.png", "layers.png"]
 
@@ -201,7 +201,7 @@ def test_a_damaged_last_checkpoint_does_not_bring_back_earlier_zeros(tmp_path: P
     ended = sparsity(save_weights(run, 3))
     run.conclude(Outcome(ended))
     checkpoint.path_of(run.checkpoints, 3).write_bytes(b"")
-    epoch, found = layerwise(run)  # without a warning about going back to epoch 0, because it does not
+    epoch, found = layerwise(run.read())  # without a warning about going back to epoch 0, because it does not
     assert (epoch, found.zeros) == (3, ended.zeros)
 
 
@@ -257,7 +257,7 @@ def test_layers_count_parameters_and_no_buffers(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", recipe, [50.0])
     model = save_weights(run, 1)
     before = torch.get_rng_state()
-    epoch, zeros = layerwise(run)
+    epoch, zeros = layerwise(run.read())
     assert epoch == 1
     assert zeros.to_dict() == sparsity(model).to_dict()
     assert torch.equal(torch.get_rng_state(), before)
@@ -266,7 +266,7 @@ def test_layers_count_parameters_and_no_buffers(tmp_path: Path) -> None:
 def test_layers_of_a_users_own_model(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", replace(DIGITS, model="test_report:WithBuffer"), [50.0])
     save_weights(run, 1)
-    _, zeros = layerwise(run)
+    _, zeros = layerwise(run.read())
     assert [layer.name for layer in zeros.layers] == ["linear.weight", "linear.bias"]
     assert [path.name for path in draw(report([run.folder]))] == ["curves.png", "layers.png"]
 
@@ -278,7 +278,7 @@ def test_old_checkpoints_do_not_name_their_parameters(name: str, tmp_path: Path)
         model = models.build(run.recipe.model, classes=10)
     tensors = {key: torch.ones([1] * tensor.dim(), dtype=tensor.dtype) for key, tensor in model.state_dict().items()}
     checkpoint.save(run.checkpoints, 1, {"epoch": 1, "model": tensors})
-    assert [layer.name for layer in layerwise(run)[1].layers] == [key for key, _ in model.named_parameters()]
+    assert [layer.name for layer in layerwise(run.read())[1].layers] == [key for key, _ in model.named_parameters()]
 
 
 def test_a_run_that_ended_shows_the_multiplications_that_are_left(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_run_that_ended_shows_the_multiplications_that_are_left(tmp_path: Path
         run.conclude(Outcome(ending))
         (row,) = report([run.folder]).rows
         assert (row.macs_left and row.macs_left.mean) == (left and pytest.approx(left)), name
-        assert ("cost left" in str(layerwise(run)[1])) == (left is not None)
+        assert ("cost left" in str(layerwise(run.read())[1])) == (left is not None)
     half = make_run(tmp_path / "half", DIGITS, [50.0])
     half.conclude(Outcome(zeros))
     assert report([half.folder]).rows[0].macs_left is None
@@ -311,7 +311,7 @@ def test_tied_weights_of_an_old_checkpoint_count_once(tmp_path: Path) -> None:
     tied = torch.eye(3)
     weights = {"in.weight": tied, "out.weight": tied, "n": torch.ones(1)}
     checkpoint.save(run.checkpoints, 1, {"epoch": 1, "model": weights})
-    assert [(layer.name, layer.zeros) for layer in layerwise(run)[1].layers] == [("in.weight", 6), ("n", 0)]
+    assert [(layer.name, layer.zeros) for layer in layerwise(run.read())[1].layers] == [("in.weight", 6), ("n", 0)]
 
 
 def test_layers_say_of_which_epochs_they_are(tmp_path: Path) -> None:

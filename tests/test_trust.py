@@ -71,10 +71,12 @@ BUILDING = [
     ("resume", "shared/grda"),
     ("score", "shared/sgd", "--k", 0, "--samples", 1, *RESEARCH),
     ("project", "shared/sgd", "shared/grda", "--k", 1, *RESEARCH),
+    ("speed", "shared/grda", "--alone", "--seconds", 0.1, "--out", "out"),
     ("connect", "shared/sgd", "shared/grda", "--no-fit", "--points", 2, "--out", "out"),
 ]
 READING = [
     ("report", "shared/sgd", "shared/grda", "--out", "out"),
+    ("export", "shared/grda", "--to", "net.safetensors"),
     ("reproduce", "shared/sgd", "--results", "out"),
     ("compare", "--no-train", "--out", "shared"),
     ("export", "shared/grda", "--to", "net.safetensors"),

@@ -127,7 +127,7 @@ def demo(
         rows = [(name, *(row[c] for c in columns.values())) for name, row in zip(labels, cells, strict=True)]
         output.table("The same network, weights and minibatches", ("", *columns), rows)
         output.tell("One run each, 359 test images: a difference of less than a point may be chance.")
-        output.tell(f"\nWhat gRDA left of each layer:\n\n{layerwise(runs.load(folder / 'grda'))[1]}")
+        output.tell(f"\nWhat gRDA left of each layer:\n\n{layerwise(found.groups[1].runs[0])[1]}")
         output.tell(f"\nFigure (accuracy and sparsity over training): {figure}")
         output.tell("In your own script:")
         numbers = ", ".join(f"{name}={recipe.values()[name]:g}" for name in ("lr", "c", "mu"))

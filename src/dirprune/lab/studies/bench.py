@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dirprune.lab import data, models, published
 from dirprune.lab.data import Batch, Loaders, Synthetic
 from dirprune.lab.names import unknown
+from dirprune.lab.records.columns import Amount, Count, Number
 from dirprune.lab.records.provenance import environment
 from dirprune.lab.records.tables import merge_rows
 from dirprune.lab.text import NOTHING
@@ -60,12 +61,12 @@ class Cost:
     """The cost of a training step with one network and optimizer: milliseconds (median of rounds) and peak MiB."""
 
     model: str
-    batch_size: int
-    parameters: int
+    batch_size: Number
+    parameters: Count
     optimizer: str
-    ms: float
-    floor_ms: float | None
-    peak_mib: float | None
+    ms: Amount
+    floor_ms: Amount | None
+    peak_mib: Amount | None
     overhead: float
     """Fraction of an epoch outside training steps: data handling and evaluation, but not the counting of zeros."""
 

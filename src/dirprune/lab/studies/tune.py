@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dirprune.lab.records.columns import Amount, Fraction, Percent
 from dirprune.lab.records.provenance import environment
 from dirprune.lab.records.tables import measuring, merge_rows, read_rows
 from dirprune.lab.training.experiment import assemble, check_fit
@@ -35,10 +36,10 @@ class Measured:
     """The result of a short run; ``accuracy`` is on the validation set, in percent, and None if the run diverged."""
 
     optimizer: str
-    c: float
-    mu: float
-    accuracy: float | None
-    sparsity: float
+    c: Amount
+    mu: Amount
+    accuracy: Percent | None
+    sparsity: Fraction
 
 
 @dataclass(frozen=True)

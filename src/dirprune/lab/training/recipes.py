@@ -54,7 +54,7 @@ def find(name: str) -> Recipe:
     try:
         made = runpy.run_path(name)["recipe"]
         made = made() if callable(made) else made
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{name} raised {type(error).__name__}: {error}; it must define recipe(), which returns a Recipe; "
             "DIRPRUNE_TRACEBACK=1 shows where it failed"

@@ -231,6 +231,15 @@ class History:
     outcome: Outcome | None
     sessions: tuple[Session, ...]
 
+    @property
+    def run(self) -> Run:
+        return Run(self.folder, self.recipe)
+
+    @property
+    def seconds(self) -> float:
+        """The time of all training and testing so far."""
+        return sum(each.train_seconds + each.test_seconds for each in self.records)
+
     def told(self, name: str) -> str:
         """Return the sessions' distinct values of a field, joined by semicolons: "GPU one; GPU two"."""
         return "; ".join(dict.fromkeys(str(value) for session in self.sessions if (value := getattr(session, name))))

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import mode
 
 from dirprune.lab import plots
+from dirprune.lab.records.columns import Amount, Count, Fraction, Percent
 from dirprune.lab.records.tables import read_rows, write_rows
 from dirprune.lab.stats import Spread
 from dirprune.lab.studies.comparison import figures as comparison_plots
@@ -45,13 +46,13 @@ class Row:
     knob: str
     value: float
     seed: int
-    sparsity: float
-    overall_sparsity: float
-    test_accuracy: float
+    sparsity: Fraction
+    overall_sparsity: Fraction
+    test_accuracy: Percent
     test_loss: float
-    seconds: float
-    peak_memory_mib: float
-    epochs: int
+    seconds: Amount
+    peak_memory_mib: Amount
+    epochs: Count
     diverged: str
     commit: str
     device: str
@@ -101,7 +102,7 @@ class Row:
             overall_sparsity=last.sparsity if last else math.nan,
             test_accuracy=last.test_accuracy if last else math.nan,
             test_loss=last.test_loss if last else math.nan,
-            seconds=sum(record.train_seconds + record.test_seconds for record in records),
+            seconds=run.seconds,
             peak_memory_mib=_number(outcome.peak_memory_mib),
             epochs=len(records),
             diverged=outcome.diverged,
@@ -138,7 +139,7 @@ class LayerRow:
     seed: int
     layer: str
     kind: str
-    sparsity: float
+    sparsity: Fraction
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from typing import Any
 from dirprune.connect import CurveProfile
 from dirprune.connect.landscape import Measurement
 from dirprune.lab import plots
+from dirprune.lab.records.columns import Percent
 from dirprune.lab.records.files import as_read, read_json, taken, write_json
 from dirprune.lab.records.tables import read_rows
 from dirprune.lab.studies.connectivity import figures as connectivity_plots
@@ -40,9 +41,9 @@ class Profiled:
     path: str
     t: float
     train_loss: float
-    train_error: float
+    train_error: Percent
     test_loss: float
-    test_error: float
+    test_error: Percent
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class Mapped:
     x: float
     y: float
     train_loss: float
-    train_error: float
+    train_error: Percent
     test_loss: float
-    test_error: float
+    test_error: Percent
 
 
 @dataclass(frozen=True)

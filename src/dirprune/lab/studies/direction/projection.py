@@ -15,6 +15,7 @@ from dirprune.curvature.lanczos import Eigenpairs
 from dirprune.direction import eigenspace_share
 from dirprune.lab.progress import Progress
 from dirprune.lab.records import checkpoint
+from dirprune.lab.records.columns import Amount, Count
 from dirprune.lab.records.tables import merge_rows, read_rows
 from dirprune.lab.studies.direction.spectrum import Lanczos, Subject, measuring_runs, subject
 from dirprune.lab.training.optimizers import Grda
@@ -41,18 +42,18 @@ class ProjectionRow:
 
     epoch: int
     run: str
-    c: float
-    mu: float
-    share: float
-    random_level: float
-    eigenvectors: int
-    norm_delta: float
-    norm_sgd: float
-    norm_grda: float
-    products: int
-    residual: float
+    c: Amount
+    mu: Amount
+    share: Amount
+    random_level: Amount
+    eigenvectors: Count
+    norm_delta: Amount
+    norm_sgd: Amount
+    norm_grda: Amount
+    products: Count
+    residual: Amount
     converged: bool
-    examples: int
+    examples: Count
 
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, one cell for each of `COLUMNS`."""

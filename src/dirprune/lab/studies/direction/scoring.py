@@ -16,6 +16,7 @@ from dirprune.curvature import hessian_diagonal
 from dirprune.curvature.basis import inner
 from dirprune.direction import directional_prune, directional_score, lam_for_sparsity
 from dirprune.lab.progress import Progress
+from dirprune.lab.records.columns import Count, Fraction, Percent
 from dirprune.lab.records.tables import merge_rows, read_rows, write_rows
 from dirprune.lab.studies.direction.spectrum import (
     Lanczos,
@@ -58,14 +59,14 @@ class ScoreRow:
     """
 
     method: str
-    k: int
-    wanted: float
+    k: Count
+    wanted: Fraction
     lam: float
-    sparsity: float
+    sparsity: Fraction
     train_loss: float
-    train_accuracy: float
+    train_accuracy: Percent
     test_loss: float
-    test_accuracy: float
+    test_accuracy: Percent
 
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, one cell for each of `COLUMNS`; only directional pruning has a k."""

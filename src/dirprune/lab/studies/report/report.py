@@ -23,7 +23,7 @@ from dirprune.lab.training.costs import priced
 from dirprune.lab.training.execution import Execution
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.lab.training.recipe import Recipe
-from dirprune.lab.training.runs import Run
+from dirprune.lab.training.runs import History
 from dirprune.lab.training.schedules import Schedule
 
 TESTED_ON = ("test", "validation", "test or validation")
@@ -87,33 +87,36 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only in the seed, with their records."""
+    """Runs that differ only in the seed."""
 
     setting: str
     label: str
-    runs: tuple[Run, ...]
-    records: tuple[tuple[EpochRecord, ...], ...]
+    runs: tuple[History, ...]
+
+    @property
+    def records(self) -> list[tuple[EpochRecord, ...]]:
+        return [run.records for run in self.runs]
 
     @property
     def row(self) -> Row:
         recipe = self.runs[0].recipe
         options = vars(recipe.pruner)
-        started = [(run, records) for run, records in zip(self.runs, self.records, strict=True) if records]
+        started = [run for run in self.runs if run.records]
         row = Row(
             recipe=recipe.name,
             setting=self.setting,
             optimizer=recipe.optimizer.name,
             c=options.get("c"),
             mu=options.get("mu"),
-            epoch=_last_of_all([records for _, records in started]),
+            epoch=_last_of_all([run.records for run in started]),
             epochs=recipe.epochs,
-            seeds=tuple(run.recipe.seed for run, _ in started),
+            seeds=tuple(run.recipe.seed for run in started),
         )
         if not row.epoch:
             return row
-        ended = [_zeros_at_the_end(run) for run, _ in started] if row.epoch == row.epochs else []
+        ended = [_zeros_at_the_end(run) for run in started] if row.epoch == row.epochs else []
         left = [zeros.cost_left_fraction for zeros in ended if zeros and zeros.cost_left_fraction is not None]
-        last = [next(record for record in records if record.epoch == row.epoch) for _, records in started]
+        last = [next(record for record in run.records if record.epoch == row.epoch) for run in started]
         return replace(
             row,
             test_accuracy=Spread.of([record.test_accuracy for record in last]),
@@ -121,8 +124,10 @@ class Group:
             sparsity=Spread.of([record.sparsity for record in last]),
             weight_sparsity=Spread.of([record.weight_sparsity for record in last]),
             macs_left=Spread.of(left) if len(left) == len(last) else None,
-            epoch_seconds=Spread.of([median([r.train_seconds for r in records]) for _, records in started]).mean,
-            total_seconds=Spread.of([sum(r.train_seconds + r.test_seconds for r in rs) for _, rs in started]).mean,
+            epoch_seconds=Spread.of([median([r.train_seconds for r in run.records]) for run in started]).mean,
+            total_seconds=Spread.of(
+                [sum(r.train_seconds + r.test_seconds for r in run.records) for run in started]
+            ).mean,
         )
 
 
@@ -136,7 +141,7 @@ class Report:
     @cached_property
     def signs(self) -> list[SignRow]:
         """The signs of gRDA beside those of SGD, where both were trained alike and kept checkpoints."""
-        return list(beside_sgd([run for group in self.groups for run in group.runs]))
+        return list(beside_sgd([each.run for group in self.groups for each in group.runs]))
 
     @property
     def rows(self) -> list[Row]:
@@ -162,7 +167,7 @@ class Report:
         """
         networks: dict[str, dict[str, list[SparsityReport]]] = {}
         for group in self.groups:
-            known = (run for run in group.runs if run.saved or _zeros_at_the_end(run))
+            known = (run for run in group.runs if run.run.saved or _zeros_at_the_end(run))
             counted = [(epoch, zeros) for epoch, zeros in map(layerwise, known) if epoch]
             if not counted:
                 continue
@@ -195,8 +200,8 @@ def report(folders: Sequence[Path]) -> Report:
     """
     if not folders:
         raise ValueError("folders is empty; name at least one run directory, as made by `dirprune train`")
-    found = [runs.load(folder) for folder in {folder.resolve(): folder for folder in folders}.values()]
-    by_setting: dict[Recipe, list[Run]] = {}
+    found = [runs.load(folder).read() for folder in {folder.resolve(): folder for folder in folders}.values()]
+    by_setting: dict[Recipe, list[History]] = {}
     for run in found:
         by_setting.setdefault(_without_seed(run.recipe), []).append(run)
     texts = settings(list(by_setting))
@@ -205,7 +210,7 @@ def report(folders: Sequence[Path]) -> Report:
     for text, (recipe, members) in zip(texts, by_setting.items(), strict=True):
         members.sort(key=lambda run: run.recipe.seed)
         label = f"{recipe.name}: {text}" if several else text
-        groups.append(Group(text, label, tuple(members), tuple(tuple(run.records()) for run in members)))
+        groups.append(Group(text, label, tuple(members)))
     return Report(tuple(groups), tuple(note for group in groups for note in _notes(group)))
 
 
@@ -220,7 +225,7 @@ def draw(report: Report, out: Path | None = None) -> list[Path]:
     members = [run for group in report.groups for run in group.runs]
     if out is None and len(members) > 1:
         raise ValueError(f"out=None does not say where the figures of {len(members)} runs go; give a folder (--out)")
-    out = out or members[0].figures
+    out = out or members[0].run.figures
     paths = []
     curves = {group.label: group.records for group in report.groups}
     if any(records for group in report.groups for records in group.records):
@@ -233,7 +238,7 @@ def draw(report: Report, out: Path | None = None) -> list[Path]:
     return paths
 
 
-def layerwise(run: Run) -> tuple[int, SparsityReport]:
+def layerwise(run: History) -> tuple[int, SparsityReport]:
     """Return (epoch, sparsity) at the end of a run, or of the newest checkpoint if the run has not ended.
 
     Old outcomes lack the zero channels, which the last checkpoint gives if it is there. An earlier one would contradict
@@ -241,19 +246,18 @@ def layerwise(run: Run) -> tuple[int, SparsityReport]:
     """
     ended = _zeros_at_the_end(run)
     if ended is None:
-        epoch, state = runs.state_of(run)
+        epoch, state = runs.state_of(run.run)
         return epoch, priced(sparsity(runs.parameters_in(state)), run.recipe)
     if any(layer.is_weight and layer.output_channels is None for layer in ended.layers):
         with suppress(OSError, ValueError, checkpoint.CorruptCheckpoint):
-            weights = runs.weights_of(run, run.recipe.epochs)[1]
+            weights = runs.weights_of(run.run, run.recipe.epochs)[1]
             if all(layer.name in weights for layer in ended.layers):
                 ended = priced(sparsity({layer.name: weights[layer.name] for layer in ended.layers}), run.recipe)
     return run.recipe.epochs, ended
 
 
-def _zeros_at_the_end(run: Run) -> SparsityReport | None:
-    outcome = run.outcome()
-    return priced(outcome.zeros, run.recipe) if outcome and outcome.zeros else None
+def _zeros_at_the_end(run: History) -> SparsityReport | None:
+    return priced(run.outcome.zeros, run.recipe) if run.outcome and run.outcome.zeros else None
 
 
 def settings(recipes: Sequence[Recipe]) -> list[str]:
@@ -300,12 +304,13 @@ def _without_seed(recipe: Recipe) -> Recipe:
 def _notes(group: Group) -> list[str]:
     """Return remarks on a group that its row does not show."""
     recipe, row, notes = group.runs[0].recipe, group.row, []
-    for run, records in zip(group.runs, group.records, strict=True):
-        if (outcome := run.outcome()) and outcome.diverged:
+    for run in group.runs:
+        records = run.records
+        if run.outcome and run.outcome.diverged:
             notes.append(
-                f"{run.folder} diverged: {outcome.diverged}; train again with a smaller --lr, or another --seed"
+                f"{run.folder} diverged: {run.outcome.diverged}; train again with a smaller --lr, or another --seed"
             )
-        elif outcome and len(records) < recipe.epochs:
+        elif run.outcome and len(records) < recipe.epochs:
             notes.append(
                 f"{run.folder} has ended, but its metrics.jsonl holds {len(records)} of {recipe.epochs} epochs"
             )

@@ -53,6 +53,8 @@ def _compared(grda: Run, sgd: Run, epoch: int) -> SignRow:
     ours, theirs = (runs.parameters_in(runs.state_of(run, epoch)[1]) for run in (grda, sgd))
     every = sum(weight.numel() for weight in ours.values())
     left = sum(int(weight.count_nonzero()) for weight in ours.values())
+    if {name: w.shape for name, w in ours.items()} != {name: w.shape for name, w in theirs.items()}:
+        raise ValueError(f"{grda.folder} and {sgd.folder} hold other weights in epoch {epoch}; they are not twins")
     alike = sum(int((weight.sign() * theirs[name].sign() > 0).sum()) for name, weight in ours.items())
     return SignRow(grda.folder.name, sgd.folder.name, epoch, 1 - left / every, alike / max(left, 1))
 
