@@ -17,6 +17,7 @@ from dirprune.lab.studies.deployment import speed
 from dirprune.lab.studies.deployment.peers import OURS, Peer, Twin
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import conduct
+from dirprune.lab.training.surroundings import Surroundings
 
 pytestmark = pytest.mark.skipif(not building.compilers(), reason="no C compiler")
 
@@ -38,7 +39,7 @@ def test_the_twin_computes_what_the_runtime_does(file: Path) -> None:
 
 def test_a_run_is_measured_beside_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = runs.create(tmp_path / "run", recipes.get("digits-short").but(epochs=1, batch_size=512))
-    list(conduct(run, device=torch.device("cpu")))
+    list(conduct(run, Surroundings(torch.device("cpu"))))
     monkeypatch.setattr(speed, "others", lambda told: ["torch"])
     told = objects(call("speed", run.folder, "--seconds", 0.1, "--out", tmp_path / "out", "--json"))
     assert [row["runtime"] for row in told] == [OURS, "torch"]

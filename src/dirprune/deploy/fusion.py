@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from dirprune.deploy.network import IDENTITY, Layer, Network, Weight
+from dirprune.deploy.network import ACTIVATES, IDENTITY, Layer, Network, Weight
 from dirprune.deploy.packing import Packed
 
 _WEIGHTED = ("conv", "linear")
-_ACTIVATES = ("conv", "linear", "affine", "max_pool", "average_pool", "cat")
 
 
 def fuse(network: Network) -> Network:
@@ -32,7 +31,7 @@ def _absorb(layers: dict[int, Layer], number: int, outputs: tuple[int, ...]) -> 
     affine = layers[number]
     for source in sorted(affine.inputs, reverse=True):  # of two that are added, the one that is made last
         made = layers.get(source)
-        if made is None or used[source] > 1 or made.activation != IDENTITY or made.kind not in _ACTIVATES:
+        if made is None or used[source] > 1 or made.activation != IDENTITY or made.kind not in ACTIVATES:
             continue
         others = tuple(i for i in affine.inputs if i != source)
         if affine.scale is not None and (made.kind not in _WEIGHTED or len(made.inputs) > 1):

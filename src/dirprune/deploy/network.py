@@ -24,6 +24,9 @@ Kind = Literal[
     "flatten",
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
+ACTIVATES = ("conv", "linear", "affine", "max_pool", "average_pool", "cat")
+"""The kinds that end in an activation."""
+_WINDOWED = ("conv", "max_pool", "average_pool")
 LARGEST = 2**30
 """Elements of a value for one example, or of a weight."""
 LONGEST = 2**20
@@ -169,7 +172,12 @@ def expected(layer: Layer, inputs: list[Value]) -> Value:
         _want(
             array is None or (adds and array.shape == (channels,) and array.dtype == np.float32), f"has a wrong {name}"
         )
-    _want((layer.scale is None) or layer.kind == "affine", "has a scale")
+    if layer.kind == "affine":
+        _want((layer.scale is None) == (layer.bias is None), "has a scale without a bias, or a bias without a scale")
+    else:
+        _want(layer.scale is None, "has a scale")
+    _want(layer.kind in ACTIVATES or layer.activation == IDENTITY, "has an activation")
+    _want((layer.window is None) == (layer.kind not in _WINDOWED), "has a window, or lacks one")
     return made
 
 

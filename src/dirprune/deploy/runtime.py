@@ -61,7 +61,7 @@ class Runtime:
         self._library = library(checked=checked)
         self._images = plan_images(network, self._library, threads)
         self._rows = plan_rows(network, self._library, threads)
-        _fits(network, self._images.bytes * threads)
+        _fits(self._images.bytes * threads)
         self._source = source
         self._network = network if source is None else _without_weights(network)
         self._per_example = max((math.prod(v.shape[:-1]) for v in network.values if not v.image), default=1)
@@ -124,19 +124,26 @@ class Runtime:
 
     def _run(self, inputs: list[Array], seconds: Array | None = None) -> tuple[Array, ...]:
         examples = len(inputs[0])
-        values = dict(enumerate(inputs))
-        outputs = {*self._images.outputs, *self._rows.outputs}
-        for number in outputs:
-            values[number] = np.empty((examples, *self._network.values[number].shape), np.float32)
+        numbers = {*self._images.outputs, *self._rows.outputs}
+        made = {n: np.empty((examples, *self._network.values[n].shape), np.float32) for n in numbers}
+        values = made | dict(enumerate(inputs))  # what steps read; they write what is made
         split = len(self._images.told)
         with self._lock:
-            self._job(self._images, values, examples, 0, None if seconds is None else seconds[:split])
+            self._job(self._images, values, made, examples, 0, None if seconds is None else seconds[:split])
             rows = examples * self._per_example
             vectors = min(-(-rows // self._library.lanes), _CHUNK) if rows > 1 else 0
-            self._job(self._rows, values, rows, vectors, None if seconds is None else seconds[split:])
-        return tuple(values[number] for number in self._network.outputs)
+            self._job(self._rows, values, made, rows, vectors, None if seconds is None else seconds[split:])
+        return tuple(made[number] for number in self._network.outputs)
 
-    def _job(self, program: Program, values: dict[int, Array], items: int, vectors: int, seconds: Array | None) -> None:
+    def _job(
+        self,
+        program: Program,
+        values: dict[int, Array],
+        made: dict[int, Array],
+        items: int,
+        vectors: int,
+        seconds: Array | None,
+    ) -> None:
         """Run one program on all items: images, or rows in chunks of so many vectors."""
         if not items or not program.told:
             return
@@ -146,10 +153,8 @@ class Runtime:
             self._room = size * self.threads
             self._arena = aligned(self._room // 4)
             self._start = address(self._arena)
-        inputs, outputs = (
-            (ctypes.c_void_p * len(those))(*(address(values[n]) for n in those))
-            for those in (program.inputs, program.outputs)
-        )
+        inputs = (ctypes.c_void_p * len(program.inputs))(*(address(values[n]) for n in program.inputs))
+        outputs = (ctypes.c_void_p * len(program.outputs))(*(address(made[n]) for n in program.outputs))
         job = Job(
             program.address, self._start, ctypes.addressof(inputs), ctypes.addressof(outputs),
             None if seconds is None else address(seconds), size, items, len(program.told), chunk, vectors,
@@ -159,13 +164,11 @@ class Runtime:
             raise RuntimeError(f"kernels left their memory {outside} times; please report this network")
 
 
-def _fits(network: Network, arena: int) -> None:
+def _fits(arena: int) -> None:
     """Refuse a network whose images cannot be held, rather than let the system end the process."""
     held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if arena > held:
-        raise Unsupported(
-            f"the images of {network.inputs} need {arena / 1e9:.1f} GB, and this machine has {held / 1e9:.1f}"
-        )
+        raise Unsupported(f"its images need {arena / 1e9:.1f} GB, and this machine has {held / 1e9:.1f}")
 
 
 def _listed(shape: tuple[int, ...]) -> str:
