@@ -161,6 +161,13 @@ def test_the_surgeon_prunes_for_nothing_where_the_loss_is_flat() -> None:
     assert rise > 1e-3 * whole_loss
 
 
+def test_where_nothing_is_curved_the_surgeon_prunes_by_magnitude() -> None:
+    w, h = quadratic(12, 5)
+    for sparsity in (0.25, 0.75):
+        expected = smallest_pruner(w, w.abs())(sparsity)[1]
+        torch.testing.assert_close(surgeon_pruner(w, torch.zeros_like(h))(sparsity)[1], expected)
+
+
 def test_the_surgeon_beats_what_moves_no_other_weight(run: Run, tmp_path: Path) -> None:
     rows = {(row.method, row.wanted): row for row in measure(run, tmp_path, ks=(0,), sparsities=(0.0, 0.5))}
     surgeon = rows["brain-surgeon", 0.5]

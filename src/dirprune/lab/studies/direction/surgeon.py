@@ -52,7 +52,7 @@ def surgeon_steps(w: Tensor, inverse: Tensor) -> Iterator[tuple[float, Tensor]]:
 def surgeon_pruner(w: Tensor, hessian: Tensor) -> Callable[[float], tuple[float, Tensor]]:
     """Return the pruner, for sparsities in growing order. Negative curvature counts as none, and α is added to all."""
     values, vectors = torch.linalg.eigh(hessian.double())
-    damped = values.clamp(min=0) + DAMPING * values.max()
+    damped = values.clamp(min=0) + DAMPING * values.max().clamp(min=1e-12)  # a loss that is 0 has no curvature
     steps, done, last = surgeon_steps(w.double(), (vectors / damped) @ vectors.T), 0, (0.0, w)
 
     def prune(sparsity: float) -> tuple[float, Tensor]:
