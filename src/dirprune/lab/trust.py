@@ -14,6 +14,11 @@ def allow(spec: str) -> None:
     _ALLOWED.add(spec)
 
 
+def allowed() -> set[str]:
+    """Return what may run, for another process of the same user."""
+    return set(_ALLOWED)
+
+
 def check(spec: str) -> None:
     """Raise unless the code called ``spec`` may run."""
     if spec not in _ALLOWED:

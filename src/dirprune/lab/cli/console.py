@@ -144,6 +144,9 @@ TrustOption = Annotated[
     bool, typer.Option("--trust", help="Run the code that the run names as its network (package.module:name).")
 ]
 KeepOption = Annotated[str | None, typer.Option(help="Epochs whose checkpoints are kept, e.g. 0,10,100.")]
+AtOnceOption = Annotated[
+    int, typer.Option(min=1, help="Runs to train at the same time, each in a process with one CPU thread.")
+]
 MinutesOption = Annotated[
     float | None, typer.Option(help="Save and stop after this many minutes.", show_default="no limit")
 ]

@@ -102,6 +102,7 @@ def follow_series(
     interruption: Interruption,
     *,
     ended: Callable[[Taken], None],
+    at_once: int = 1,
 ) -> None:
     """Train a series of runs with a progress bar, until it ends, Ctrl-C is pressed or the time is up.
 
@@ -111,19 +112,26 @@ def follow_series(
         epochs: the number of epochs of each run.
         interruption: tells when to stop; ``steps`` must use the same one.
         ended: called for every run that has ended.
+        at_once: how many of them train at the same time; the bar then counts the epochs of all.
     """
-    count = number = epoch = 0
+    count = number = 0
+    done: dict[int, int] = {}
     with (
         interruption.listening(),
         bar("", total=None, unit="epochs") as advance,
         suppress(KeyboardInterrupt),  # the second one
     ):
         for step in steps:
-            if step.number != number:
-                number, epoch = step.number, 0
-                advance(0, restart=f"[{number}/{len(titles)}] {titles[number - 1]}", total=epochs[number - 1])
-            advance(step.epoch - epoch, note=step.note)
-            epoch = step.epoch
+            title, note = titles[step.number - 1], step.note
+            if at_once > 1:
+                note = f"{title}: {note}"
+                if not done:
+                    advance(0, restart=f"{len(titles)} runs, {at_once} at once", total=sum(epochs))
+            elif step.number != number:
+                number = step.number
+                advance(0, restart=f"[{number}/{len(titles)}] {title}", total=epochs[number - 1])
+            advance(step.epoch - done.get(step.number, 0), note=note)
+            done[step.number] = step.epoch
             if step.ended:
                 count += 1
                 ended(step)

@@ -33,6 +33,7 @@ class Surroundings:
         save_every: epochs between checkpoints; by default one checkpoint per minute.
         watch: wraps the training loader, e.g. to draw a progress bar.
         stopping: called after each epoch; if it returns True, the run is saved and training stops.
+        at_once: how many runs of a series to train at the same time, each in a process of its own.
     """
 
     device: torch.device
@@ -41,3 +42,4 @@ class Surroundings:
     save_every: int | None = None
     watch: Callable[[Loader], Loader] = as_it_is
     stopping: Callable[[], bool] = never
+    at_once: int = 1

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dirprune.lab.cli.console import (
+    AtOnceOption,
     DataOption,
     DeviceOption,
     Interruption,
@@ -23,6 +24,7 @@ from dirprune.lab.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
     from dirprune.lab.training.recipe import Recipe
+    from dirprune.lab.training.surroundings import Surroundings
 
 app = typer.Typer()
 
@@ -49,6 +51,7 @@ def compare(
     lr: Annotated[float | None, typer.Option(help="Base learning rate.", show_default="the recipe's")] = None,
     model: ModelOption = None,
     precision: StepPrecisionOption = None,
+    at_once: AtOnceOption = 1,
     minutes: MinutesOption = None,
     train: Annotated[
         bool,
@@ -73,7 +76,9 @@ def compare(
         asked = _fractions("--sparsity", sparsity)
         interruption = Interruption(minutes)
         if train:
+            from dirprune.lab.cli.follow import device_of
             from dirprune.lab.studies.comparison import trials
+            from dirprune.lab.training.surroundings import Surroundings
 
             if recipe is None:
                 raise ValueError("RECIPE is missing; take one of `dirprune recipes`, or give --no-train or --published")
@@ -81,7 +86,8 @@ def compare(
             changes = {"epochs": epochs, "lr": lr, "model": model, "precision": precision and precision.value}
             given = trials.read_sweeps(sweep or [])
             plan = _plan(recipe, changes, data, methods=names, sparsities=asked, seeds=seeds)
-            _train(plan, given, asked, out, device, data, interruption, output)
+            here = Surroundings(device_of(device), data, stopping=interruption, at_once=at_once)
+            _train(plan, given, asked, out, here, interruption, output)
         _conclude(out, asked, output)
 
 
@@ -107,8 +113,7 @@ def _train(
     given: Sweeps,
     sparsities: Sequence[float],
     out: Path,
-    device: str,
-    root: Path | None,
+    here: Surroundings,
     interruption: Interruption,
     output: Output,
 ) -> None:
@@ -116,11 +121,10 @@ def _train(
 
     Sweeps that were not given are widened, one value at a time, until their runs enclose the sparsities.
     """
-    from dirprune.lab.cli.follow import device_of, follow_series
+    from dirprune.lab.cli.follow import follow_series
     from dirprune.lab.studies.comparison import tables as comparison
     from dirprune.lab.studies.comparison import trials
     from dirprune.lab.studies.comparison.work import Progress, compare, wider
-    from dirprune.lab.training.surroundings import Surroundings
 
     told: set[str] = set()
 
@@ -132,9 +136,11 @@ def _train(
     sweeps = given
     while True:
         planned = plan(sweeps)
-        steps = compare(planned, out, Surroundings(device_of(device), root, stopping=interruption))
+        steps = compare(planned, out, here)
         titles = [trials.title(recipe) for recipe in planned]
-        follow_series(steps, titles, [recipe.epochs for recipe in planned], interruption, ended=ended)
+        follow_series(
+            steps, titles, [recipe.epochs for recipe in planned], interruption, ended=ended, at_once=here.at_once
+        )
         ours = [recipe for recipe in planned if recipe.pruner.name not in given]
         found = comparison.read(out)
         stopped = not {trials.run_name(recipe) for recipe in planned} <= {each.row.run for each in found}

@@ -13,8 +13,9 @@ from dirprune.lab.studies.comparison.ranking import read_at
 from dirprune.lab.studies.comparison.tables import CHOICES, Ended, Row, noted, shared
 from dirprune.lab.studies.comparison.trials import rounded, run_name
 from dirprune.lab.training import runs
+from dirprune.lab.training.at_once import trained
 from dirprune.lab.training.recipe import Recipe, differing
-from dirprune.lab.training.series import Planned, series
+from dirprune.lab.training.series import Planned
 from dirprune.lab.training.surroundings import Surroundings
 
 MOST_VALUES = 8
@@ -57,7 +58,7 @@ def compare(planned: Sequence[Recipe], out: Path, here: Surroundings) -> Iterato
             yield Progress(number, recipe.epochs, row=ended[run_name(recipe)])
         else:
             missing.append((number, Planned(out / "runs" / run_name(recipe), recipe)))
-    for step in series([each for _, each in missing], here):
+    for step in trained([each for _, each in missing], here):
         row = Row.of(step.run.read()) if step.ended else None
         yield Progress(missing[step.number - 1][0], step.epoch, step.note, row)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dirprune.lab.cli.console import (
+    AtOnceOption,
     DataOption,
     DeviceOption,
     Interruption,
@@ -25,6 +26,7 @@ from dirprune.lab.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
     from dirprune.lab.training.recipe import Recipe
+    from dirprune.lab.training.surroundings import Surroundings
 
 app = typer.Typer()
 
@@ -44,6 +46,7 @@ def reproduce(
     seeds: Annotated[int, typer.Option(min=1, help="Number of runs to have for every setting.")] = 1,
     runs: Annotated[Path, typer.Option(help="Folder for the runs it trains.")] = Path("runs/reproduction"),
     keep: KeepOption = None,
+    at_once: AtOnceOption = 1,
     minutes: MinutesOption = None,
     data: DataOption = None,
     device: DeviceOption = "auto",
@@ -62,9 +65,14 @@ def reproduce(
             for line in ledger.collect(run, results):
                 say(line)
         if train:
+            from dirprune.lab.cli.follow import device_of
+            from dirprune.lab.training.surroundings import Surroundings
+
+            interruption = Interruption(minutes)
+            here = Surroundings(device_of(device), data, stopping=interruption, at_once=at_once)
             missing = comparing.wanted(results, experiments=only or comparing.TELLING, seeds=seeds)
             kept = tuple(integers("--keep", keep)) if keep else ()
-            _train_missing([recipe.but(keep=kept) for recipe in missing], runs, results, minutes, device, data)
+            _train_missing([recipe.but(keep=kept) for recipe in missing], runs, results, here, interruption)
         if not (results / "ledger.csv").exists():
             raise FileNotFoundError(
                 f"{results} has no ledger.csv; give --results, or train: dirprune reproduce --train"
@@ -84,21 +92,20 @@ def reproduce(
 
 
 def _train_missing(
-    missing: list[Recipe], folder: Path, results: Path, minutes: float | None, device: str, root: Path | None
+    missing: list[Recipe], folder: Path, results: Path, here: Surroundings, interruption: Interruption
 ) -> None:
     """Train published runs with a progress display. However this ends, their results so far go into the ledger."""
-    from dirprune.lab.cli.follow import device_of, follow_series
+    from dirprune.lab.cli.follow import follow_series
     from dirprune.lab.studies.reproduction import ledger
+    from dirprune.lab.training.at_once import trained
     from dirprune.lab.training.runs import default_name
-    from dirprune.lab.training.series import Planned, Step, series
-    from dirprune.lab.training.surroundings import Surroundings
+    from dirprune.lab.training.series import Planned, Step
 
     if not missing:
         say("Every setting has its runs; raise --seeds for more.")
         return
     planned = [Planned(folder / default_name(recipe), recipe) for recipe in missing]
-    interruption = Interruption(minutes)
-    steps = series(planned, Surroundings(device_of(device), root, stopping=interruption))
+    steps = trained(planned, here)
     titles = [f"{recipe.name} {recipe.setting} seed {recipe.seed}" for recipe in missing]
 
     begun: dict[Path, None] = {}
@@ -116,6 +123,13 @@ def _train_missing(
             say(f"{step.run.folder}: {outcome.diverged}. The other runs continue; {remedy}.")
 
     try:
-        follow_series(noting(steps), titles, [recipe.epochs for recipe in missing], interruption, ended=ended)
+        follow_series(
+            noting(steps),
+            titles,
+            [recipe.epochs for recipe in missing],
+            interruption,
+            ended=ended,
+            at_once=here.at_once,
+        )
     finally:
         ledger.collect([folder for folder in begun if (folder / "metrics.jsonl").exists()], results)

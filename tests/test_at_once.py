@@ -1,0 +1,111 @@
+"""Several runs at once: the same results as one after the other, whatever happens in between."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import call
+from test_train import numbers
+from torch import nn
+
+from dirprune.lab.training import recipes, runs
+from dirprune.lab.training.at_once import Died, at_once, trained
+from dirprune.lab.training.series import Planned, Step
+from dirprune.lab.training.surroundings import Surroundings
+
+HERE = Surroundings(torch.device("cpu"), at_once=2)
+QUICK = recipes.get("digits").but(epochs=2, batch_size=700)
+
+
+def plans(folder: Path, count: int = 3) -> list[Planned]:
+    """Return runs of different lengths, the longest first, so that they end in another order."""
+    return [Planned(folder / f"run{i}", QUICK.but(seed=i, epochs=count - i + 1)) for i in range(count)]
+
+
+def test_the_results_are_those_of_one_after_the_other_in_the_order_of_the_plan(tmp_path: Path) -> None:
+    steps = list(trained(plans(tmp_path / "together"), HERE))
+    assert [step.number for step in steps if step.ended] == [1, 2, 3]
+    assert {step.number for step in steps[: len(steps) // 2]} >= {1, 2}  # they do run at the same time
+    list(trained(plans(tmp_path / "alone"), replace(HERE, at_once=1)))
+    for plan in plans(tmp_path / "together"):
+        alone, together = (runs.load(tmp_path / where / plan.folder.name) for where in ("alone", "together"))
+        assert numbers(together.records()) == numbers(alone.records())
+        torch.testing.assert_close(runs.weights_of(together), runs.weights_of(alone), rtol=0, atol=0)
+    assert [step.ended for step in trained(plans(tmp_path / "together"), replace(HERE, at_once=1))] == [True] * 3
+
+
+def after(times: int) -> Callable[[], bool]:
+    asked = itertools.count(1)
+    return lambda: next(asked) > times
+
+
+def test_what_was_stopped_goes_on_with_another_number_at_once(tmp_path: Path) -> None:
+    long = [Planned(tmp_path / f"run{i}", QUICK.but(seed=i, epochs=200, batch_size=500)) for i in range(3)]
+    started: list[Step] = []
+    stopping = replace(HERE, stopping=lambda: len(started) > 4)
+    for step in at_once(long, stopping, 2):
+        started += [step]
+    assert not any(step.ended for step in started)
+    reached = [runs.load(plan.folder).saved for plan in long[:2]]
+    assert all(0 < epoch < 200 for epoch in reached)
+    assert [runs.load(plan.folder).records()[-1].epoch for plan in long[:2]] == reached
+    assert not long[2].folder.exists()
+    again = next(
+        step for step in trained(long[:1], replace(HERE, at_once=1, stopping=after(2))) if step.epoch > reached[0]
+    )
+    assert again.epoch == reached[0] + 1
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_saved(tmp_path: Path) -> None:
+    good, bad = plans(tmp_path, 2)
+    bad = Planned(bad.folder, QUICK.but(model="vgg16"))
+    with pytest.raises(ValueError, match=r"run1: model='vgg16' does not fit"):
+        list(at_once([good, bad], HERE, 2))
+    assert not bad.folder.exists()
+    assert [step.number for step in at_once([good], HERE, 2) if step.ended] == [1]
+
+
+def killed(num_classes: int) -> nn.Module:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return nn.Identity()
+
+
+def test_a_process_that_is_killed_is_named_and_the_rest_can_go_on(tmp_path: Path) -> None:
+    doomed = Planned(tmp_path / "doomed", QUICK.but(model="test_at_once:killed"))
+    runs.create(doomed.folder, doomed.recipe)  # which trusts its network
+    with pytest.raises(Died, match=r"doomed ended with code -9: it was killed, or memory ran out"):
+        list(at_once([doomed], HERE, 2))
+
+
+def test_nothing_goes_on_when_the_caller_is_gone(tmp_path: Path) -> None:
+    long = [Planned(tmp_path / f"run{i}", QUICK.but(seed=i, epochs=500)) for i in range(2)]
+    steps = at_once(long, HERE, 2)
+    assert next(steps).number in (1, 2)
+    steps.close()  # type: ignore[attr-defined]
+    time.sleep(0.5)
+    before = [len(runs.load(plan.folder).records()) for plan in long if plan.folder.exists()]
+    time.sleep(0.5)
+    assert [len(runs.load(plan.folder).records()) for plan in long if plan.folder.exists()] == before
+
+
+def test_a_comparison_has_the_same_tables(tmp_path: Path) -> None:
+    words = "compare digits-short --methods sgd,rigl --sparsity 0.5,0.8 --epochs 1 --device cpu --at-once 2 --out"
+    result = call(*words.split(), tmp_path / "together")
+    assert result.exit_code == 0, result.stderr
+    call(*words.replace("--at-once 2", "--at-once 1").split(), tmp_path / "alone")
+    ours, theirs = ((tmp_path / name / "layers.csv").read_bytes() for name in ("together", "alone"))
+    assert ours == theirs
+    columns = slice(0, 9)
+    ours, theirs = (
+        [line.split(",")[columns] for line in (tmp_path / name / "comparison.csv").read_text().splitlines()]
+        for name in ("together", "alone")
+    )
+    assert ours == theirs
