@@ -25,6 +25,7 @@ from rich.text import Text
 from typer.testing import CliRunner, Result
 
 import dirprune
+from dirprune.deploy import NoKernels, load_sparse
 from dirprune.lab.cli import app as cli
 from dirprune.lab.cli import console, follow
 from dirprune.lab.cli.output import Output
@@ -180,12 +181,28 @@ def test_demo_gives_machines_one_object_and_a_figure(demo: tuple[Path, Result]) 
     (found,) = objects(result)
     assert Path(found["figure"]) == folder / "demo.png"
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert [row["optimizer"] for row in found["rows"]] == ["sgd", "grda"]
-    for row in found["rows"]:
-        records = runs.load(folder / row["optimizer"]).records()
-        assert row["test_accuracy"]["mean"] == records[-1].test_accuracy
-        assert row["sparsity"]["mean"] == records[-1].sparsity
-    assert result.stderr == ""
+    for name, row in zip(("dense", "sparse"), found["rows"], strict=True):
+        run, file = runs.load(folder / name), folder / f"{name}.safetensors"
+        assert row["test_accuracy"] == run.records()[-1].test_accuracy
+        assert row["weights_left"] == 1 - run.records()[-1].weight_sparsity
+        assert row["file_bytes"] == file.stat().st_size
+        weights = [p for p in load_sparse(file).values() if p.dim() > 1]
+        zeros = sum(int((p == 0).sum()) for p in weights)
+        assert zeros == (round(0.9 * sum(p.numel() for p in weights)) if name == "sparse" else 0)
+    assert [row["macs_left"] == 1 for row in found["rows"]] == [True, False]
+    assert result.stderr == "" or "No time is measured" in result.stderr
+
+
+def test_a_demo_without_a_compiler_shows_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise NoKernels("install gcc")
+
+    monkeypatch.setattr("dirprune.lab.studies.deployment.speed.saved", none)
+    result = call("demo", "--epochs", 1, "--out", tmp_path / "out", "--json")
+    assert "No time is measured: install gcc" in result.stderr
+    (found,) = objects(result)
+    assert [row["microseconds"] for row in found["rows"]] == [None, None]
+    assert Path(found["figure"]).exists()
 
 
 def test_a_demo_that_is_stopped_says_how_to_see_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,28 +217,25 @@ def test_a_demo_that_is_stopped_says_how_to_see_it_whole(tmp_path: Path, monkeyp
 
 def test_demo_trains_both_from_the_same_weights(demo: tuple[Path, Result]) -> None:
     folder, _ = demo
-    sgd, grda = (checkpoint.load(folder / name / "checkpoints" / "epoch-0000.pt")["model"] for name in ("sgd", "grda"))
     made = assemble(replace(recipes.get("digits"), seed=0), device=torch.device("cpu"), root=None).model.state_dict()
-    for name, value in made.items():
-        assert torch.equal(sgd[name], value)
-        assert torch.equal(grda[name], value)
+    for name in ("dense", "sparse"):
+        started = checkpoint.load(folder / name / "checkpoints" / "epoch-0000.pt")["model"]
+        assert all(torch.equal(started[key], value) for key, value in made.items())
 
 
-def test_demo_at_a_terminal_and_a_second_time(demo: tuple[Path, Result]) -> None:
+def test_demo_for_people_and_a_second_time(demo: tuple[Path, Result]) -> None:
     folder, _ = demo
     before = tree(folder)
     text = call("demo", "--epochs", 1, "--out", folder).stdout
     assert tree(folder) == before
     again = folder.with_name("out-2")
     lines = text.splitlines()
-    for name in ("sgd", "grda"):
-        record = runs.load(again / name).records()[-1]
-        (line,) = [line for line in lines if line.split()[:1] == ["SGD" if name == "sgd" else "gRDA"]]
-        assert f"{record.test_accuracy:.2f}" in line
-        assert f"{100 * record.sparsity:.2f}" in line
-        assert line.rstrip().endswith(" s")
+    assert max(map(len, lines)) <= 110
+    for name, label in (("dense", "dense (SGD)"), ("sparse", "90% zeros (gRDA)")):
+        (line,) = [line for line in lines if line.strip().startswith(label)]
+        assert f"{runs.load(again / name).records()[-1].test_accuracy:.2f}" in line
     assert [line for line in lines if line.startswith("conv2.weight")]
-    assert f"{again / 'demo.png'}" in text
+    assert f"Figure: {again / 'demo.png'}" in lines
     assert (again / "demo.png").exists()
 
 

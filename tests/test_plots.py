@@ -12,12 +12,17 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import same_color
 from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
 from PIL import Image
 from test_runs import record
 
 from dirprune import SparsityReport, sparsity
 from dirprune.lab import models, plots
 from dirprune.lab.training.loop import EpochRecord
+
+
+def accuracy_and_sparsity(runs: plots.Runs) -> Figure:
+    return plots.trajectories(runs, (plots.TEST_ACCURACY, plots.SPARSITY))
 
 
 def drawn(epoch: int, accuracy: float, loss: float = 0.1, fraction: float = 0.0) -> EpochRecord:
@@ -94,7 +99,7 @@ def test_settings_differ_in_colour_or_line_style_and_none_is_dashed_like_a_publi
 
 
 def test_a_single_epoch_is_a_whole_number() -> None:
-    axes = plots.accuracy_and_sparsity({"SGD": [history([90])]}).axes[0]
+    axes = accuracy_and_sparsity({"SGD": [history([90])]}).axes[0]
     assert axes.get_xlim() == (0.5, 1.5)
     assert [tick for tick in axes.get_xticks() if 0.5 <= tick <= 1.5] == [1.0]
 
@@ -117,14 +122,24 @@ def test_training_curves_show_the_numbers() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [several, "gRDA"]
 
 
-def test_the_demo_figure_has_two_panels_and_a_seed_without_an_epoch_is_left_out() -> None:
-    figure = plots.accuracy_and_sparsity({"SGD": [history([90]), []], "gRDA": [[]]})
+def test_what_is_left_beside_the_errors() -> None:
+    left = {"weights": 0.1, "time": 1.2}
+    runs = {"dense": [history([90, 99])], "sparse": [history([50, 100])]}
+    curves, bars = plots.beside_dense(runs, left).axes
+    assert [list(line.get_ydata()) for line in curves.get_lines()] == [[10, 1], [50, plots.TEST_ERROR.floor]]
+    assert [patch.get_width() for patch in bars.patches] == pytest.approx([10, 120])
+    assert [text.get_text() for text in bars.texts] == ["10 %", "120 %"]
+    assert bars.get_xlim()[1] >= 120
+
+
+def test_two_quantities_have_two_panels_and_a_seed_without_an_epoch_is_left_out() -> None:
+    figure = accuracy_and_sparsity({"SGD": [history([90]), []], "gRDA": [[]]})
     assert [list(labelled(axes)) for axes in figure.axes] == [["SGD"], ["SGD"]]
     assert figure.axes[0].get_lines()[0].get_marker() == "o"  # a single point must be visible
 
 
 def test_colours_stay_with_the_setting_when_another_has_no_epoch() -> None:
-    figure = plots.accuracy_and_sparsity({"SGD": [[]], "gRDA": [history([90, 91])]})
+    figure = accuracy_and_sparsity({"SGD": [[]], "gRDA": [history([90, 91])]})
     assert same_color(figure.axes[0].get_lines()[0].get_color(), plots.PALETTE[1])
 
 
@@ -133,7 +148,7 @@ def test_colours_stay_with_the_setting_when_another_has_no_epoch() -> None:
 )
 def test_sgd_and_grda_have_their_colours_whatever_their_order(labels: list[str]) -> None:
     own = {label: plots.PALETTE["gRDA" in label] for label in labels}
-    curves = plots.accuracy_and_sparsity({label: [history([90, 91])] for label in labels}).axes[0].get_lines()
+    curves = accuracy_and_sparsity({label: [history([90, 91])] for label in labels}).axes[0].get_lines()
     assert {str(line.get_label()): line.get_color() for line in curves} == own
     bars = plots.layerwise_sparsity({label: [pruned(0.5)] for label in labels}).axes[0].containers
     for label, container in zip(labels, bars, strict=True):
@@ -237,7 +252,7 @@ def test_what_cannot_be_drawn_is_refused() -> None:
 
 def test_saving_makes_the_folder_and_leaves_the_callers_style_alone(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
-    figure = plots.accuracy_and_sparsity({"gRDA c=0.01 μ=0.7": [history([90, 91])]})
+    figure = accuracy_and_sparsity({"gRDA c=0.01 μ=0.7": [history([90, 91])]})
     path = plots.save(figure, tmp_path / "figures" / "demo.png")
     with Image.open(path) as image:
         assert image.size == (round(2 * plots.PANEL[0] * 200), round(plots.PANEL[1] * 200))

@@ -116,6 +116,7 @@ class Quantity:
 
 
 TEST_ACCURACY = Quantity("test_accuracy", Axis("test accuracy (%)"))
+TEST_ERROR = Axis("test error (%)", log=True, floor=0.1)
 TRAIN_LOSS = Quantity("train_loss", Axis("train loss", log=True))
 TEST_LOSS = Quantity("test_loss", Axis("test loss", log=True))
 SPARSITY = Quantity("sparsity", Axis("sparsity (% of all parameters)", from_zero=True), factor=100)
@@ -274,9 +275,29 @@ def training_curves(runs: Runs, tested_on: str = "test") -> Figure:
     return trajectories(runs, (accuracy, SPARSITY, TRAIN_LOSS, loss))
 
 
-def accuracy_and_sparsity(runs: Runs) -> Figure:
-    """Draw test accuracy and sparsity over epochs, side by side; see `trajectories`."""
-    return trajectories(runs, (TEST_ACCURACY, SPARSITY))
+@styled
+def beside_dense(runs: Runs, left: Mapping[str, float]) -> Figure:
+    """Draw test errors over epochs, and beside them what a sparse network has left of a dense one.
+
+    Args:
+        runs: label → seeds → records.
+        left: what is left, as a fraction, by what it is: weights, multiplications, …
+    """
+    figure, [curves, bars] = panels(2)
+    for index, (label, seeds) in enumerate(runs.items()):
+        errors = [([r.epoch for r in seed], TEST_ERROR.shown([100 - r.test_accuracy for r in seed])) for seed in seeds]
+        draw_spread(curves, errors, label=label, index=index)
+    mark_epochs(curves)
+    _fit(curves, TEST_ERROR)
+    percents = [100 * fraction for fraction in left.values()]
+    drawn = bars.barh(list(left), percents, height=0.55, color=colour(1))
+    bars.bar_label(drawn, [f"{percent:.3g} %" for percent in percents], padding=3)
+    bars.set(xlabel="left of the dense network (%)", xlim=(0, max(100.0, *percents)))
+    bars.invert_yaxis()
+    bars.grid(False, axis="y")
+    bars.tick_params(axis="y", length=0)
+    add_legend(figure)
+    return figure
 
 
 @styled

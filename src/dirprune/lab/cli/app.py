@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dirprune import __version__
+from dirprune.lab.cli import demo
 from dirprune.lab.cli.console import (
     INTERRUPTED,
     DataOption,
@@ -22,6 +23,7 @@ from dirprune.lab.cli.console import (
     MinutesOption,
     ModelOption,
     RunDataOption,
+    SeedOption,
     StepPrecisionOption,
     TrustOption,
     clear_errors,
@@ -68,9 +70,6 @@ LeanOption = Annotated[
     bool | None,
     typer.Option("--lean/--no-lean", help="With bfloat16, store gRDA's weights in bfloat16; results are unchanged."),
 ]
-SeedOption = Annotated[
-    int | None, typer.Option(help="Random seed for initial weights, data order and augmentation.", show_default="0")
-]
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`, or a Python file that defines recipe().")
 ]
@@ -91,47 +90,6 @@ def main(
     ] = False,
 ) -> None:
     """Handle the options that come before the verb."""
-
-
-@app.command()
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the two runs and the figure.")] = Path("runs/demo"),
-    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of each run.", show_default="60")] = None,
-    seed: SeedOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Train a small network on digits with SGD and with gRDA, and compare: no data, no GPU, under a minute."""
-    with clear_errors():
-        from dirprune.lab import plots
-        from dirprune.lab.cli.follow import follow
-        from dirprune.lab.studies.report.report import layerwise, report
-        from dirprune.lab.training import recipes, runs
-        from dirprune.lab.training.recipe import changed
-
-        folder = runs.unused(out)
-        recipe = changed(recipes.get("digits"), epochs=epochs, seed=seed)
-        for optimizer, name in (("sgd", "SGD"), ("grda", "gRDA")):
-            run = runs.create(folder / optimizer, recipe.but(optimizer=optimizer))
-            try:
-                follow(run, device="cpu", title=name)
-            except typer.Exit:
-                say("This resumes only the interrupted run; run `dirprune demo` again to repeat both.")
-                raise
-        output = Output(as_json)
-        found = report([folder / "sgd", folder / "grda"])
-        labels = dict(zip(("SGD", "gRDA"), (group.records for group in found.groups), strict=True))
-        figure = plots.save(plots.accuracy_and_sparsity(labels), folder / "demo.png")
-        output.record({**found.to_dict(), "figure": str(figure)})
-        columns = {"test accuracy (%)": "test accuracy (%)", "sparsity (%)": "sparsity (%)", "time": "total"}
-        cells = found.cells
-        rows = [(name, *(row[c] for c in columns.values())) for name, row in zip(labels, cells, strict=True)]
-        output.table("The same network, weights and minibatches", ("", *columns), rows)
-        output.tell("One run each, 359 test images: a difference of less than a point may be chance.")
-        output.tell(f"\nWhat gRDA left of each layer:\n\n{layerwise(found.groups[1].runs[0])[1]}")
-        output.tell(f"\nFigure (accuracy and sparsity over training): {figure}")
-        output.tell("In your own script:")
-        numbers = ", ".join(f"{name}={recipe.values()[name]:g}" for name in ("lr", "c", "mu"))
-        output.tell(f"    optimizer = dirprune.GRDA(model.parameters(), {numbers})")
 
 
 @app.command()
@@ -459,7 +417,7 @@ def bench(
             raise typer.Exit(INTERRUPTED)
 
 
-for study in (theorem, direction, connectivity, comparison, reproduction, deployment):
+for study in (demo, theorem, direction, connectivity, comparison, reproduction, deployment):
     app.add_typer(study.app)
 
 

@@ -143,6 +143,9 @@ StepPrecisionOption = Annotated[
 TrustOption = Annotated[
     bool, typer.Option("--trust", help="Run the code that the run names as its network (package.module:name).")
 ]
+SeedOption = Annotated[
+    int | None, typer.Option(help="Random seed for initial weights, data order and augmentation.", show_default="0")
+]
 KeepOption = Annotated[str | None, typer.Option(help="Epochs whose checkpoints are kept, e.g. 0,10,100.")]
 AtOnceOption = Annotated[
     int, typer.Option(min=1, help="Runs to train at the same time, each in a process with one CPU thread.")
