@@ -194,6 +194,7 @@ def test_records_of_a_run_say_what_is_in_them_or_are_refused(
 
 
 @SLOWER
+@pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
 @pytest.mark.filterwarnings("ignore::dirprune.lab.records.checkpoint.CheckpointWarning")
 def test_checkpoints_with_a_forged_checksum_are_networks_or_refused(
     finished: Path, tmp_path: Path, examples: int

@@ -31,7 +31,7 @@ class LayerSparsity:
 
     @property
     def total(self) -> int:
-        return int(torch.Size(self.shape).numel())
+        return math.prod(self.shape)
 
     @property
     def fraction(self) -> float:

@@ -338,7 +338,10 @@ def fault_of(state: Any, *needed: str) -> str:
     for name, tensor in weights.items():
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
             return f"holds no dense tensor as {name!r}"
-    if lacking := [name for name in state.get("parameters", ()) if name not in weights]:
+    named = state.get("parameters", [])
+    if not isinstance(named, list):
+        return f"holds no list of parameters, but a {type(named).__name__}"
+    if lacking := [name for name in named if not isinstance(name, str) or name not in weights]:
         return f"names a parameter {lacking[0]!r}, but does not hold it"
     if "recipe" in needed:
         try:
