@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softshrink
 
+CHUNK = 65536
+"""Elements that are worked on at a time where a step needs temporaries: they stay in the cache."""
 SHAPES = ("soft", "garrote", "hard")
 ZERO = torch.zeros((), device="cpu")
 """Adding this tensor takes a third of the time of adding 0.0, and for small tensors the call is the whole cost."""
@@ -111,26 +113,28 @@ def _soft(v: Tensor, tau: float | Tensor, out: Tensor) -> None:
         if out.dtype != v.dtype:
             out.add_(0.0)  # see below
         return
-    if out.dtype == v.dtype:
-        softshrink(v, tau, out=out)  # type: ignore[call-arg]  # torch's annotation lacks out
-        if (
-            v.is_cpu
-            and v.is_contiguous()
-            and out.is_contiguous()
-            and not _softshrink_leaves_negative_zeros(v.numel(), v.dtype, torch.get_num_threads())
-        ):
-            return
-    else:
+    if out.dtype != v.dtype:
         out.copy_(softshrink(v, tau))
+    elif v.is_cpu and v.is_contiguous() and out.is_contiguous() and not _leaves_negative_zeros(out):
+        softshrink(v, tau, out=out)  # type: ignore[call-arg]  # torch's annotation lacks out
+        return
+    else:
+        softshrink(v, tau, out=out)  # type: ignore[call-arg]
     out.add_(ZERO)  # −0.0 + 0.0 = +0.0; a cast to lower precision can underflow to −0.0 too
 
 
-@cache
-def _softshrink_leaves_negative_zeros(numel: int, dtype: torch.dtype, threads: int) -> bool:
-    """Return whether softshrink gives −0.0 anywhere in a contiguous tensor of this size.
+_KNOWN: dict[tuple[int, torch.dtype, int], bool] = {}
+
+
+def _leaves_negative_zeros(out: Tensor) -> bool:
+    """Return whether softshrink gives −0.0 anywhere in a contiguous tensor of this size, whose values are lost.
 
     Torch's scalar code gives −0.0, its vectorised code does not. Which of them handles an element depends on the size
-    and on the number of threads. One test per size saves most large tensors a pass over memory.
+    and on the number of threads. One test per size saves most large tensors a pass over memory. It is done in the
+    tensor that is about to be written, and so takes no memory.
     """
-    probe = softshrink(torch.full((numel,), -0.5, dtype=dtype, device="cpu"), 1.0)
-    return bool(torch.signbit(probe).any())
+    kind = out.numel(), out.dtype, torch.get_num_threads()
+    if kind not in _KNOWN:
+        softshrink(out.fill_(-0.5), 1.0, out=out)  # type: ignore[call-arg]
+        _KNOWN[kind] = any(bool(torch.signbit(part).any()) for part in torch.split(out.view(-1), CHUNK))
+    return _KNOWN[kind]
