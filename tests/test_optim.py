@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+import random
 import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dirprune import GRDA, prunable_groups, sparsity
+from dirprune import GRDA, AdamGRDA, prunable_groups, sparsity
 from dirprune.optim.reference import ReferenceGRDA
 from dirprune.optim.threshold import grow_thresholds, shrink
 
@@ -1201,3 +1202,75 @@ def test_biases_with_a_parametrization_stay_dense_too() -> None:
     prunable, dense = prunable_groups(model, c=1e-3)
     assert [name for name, _ in dense["params"]] == ["parametrizations.bias.original"]
     assert [name for name, _ in prunable["params"]] == ["weight"]
+
+
+def test_orthogonal_weights_stay_dense() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 2))
+    assert [name for name, _ in prunable_groups(model)[0]["params"]] == ["1.weight"]
+
+
+def test_parameters_of_eight_bits_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"parameter 0 is stored as torch.float8_e4m3fn.*bfloat16 or wider"):
+        GRDA([nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: GRDA([p], lr=0.1, c=0.0, momentum=0.9), lambda p: AdamGRDA([p], lr=1e-9, c=0.0)]
+)
+def test_a_model_made_double_goes_on_in_double(make: Callable[[nn.Parameter], torch.optim.Optimizer]) -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer = make(p)
+    for dtype in (torch.float32, torch.float64):
+        p.data = p.data.to(dtype)
+        p.grad = torch.full((2,), 1e-9, dtype=dtype)
+        optimizer.step()
+    assert {value.dtype for value in optimizer.state[p].values()} == {torch.float64}
+    assert (p < 1).all()  # in float32, the step would be lost
+
+
+JUNK: list[Any] = [
+    None,
+    "x",
+    -1,
+    math.nan,
+    math.inf,
+    10**400,
+    [],
+    {},
+    (),
+    1j,
+    b"",
+    object(),
+    torch.ones(3, 3),
+    torch.tensor(1j),
+]
+
+
+def test_a_state_in_which_something_is_spoilt_is_refused_by_a_value_error() -> None:
+    """A thousand states, each with one entry replaced by junk, load or are refused, and change nothing if they are."""
+    chance = random.Random(0)
+    params = parameters()[:2]
+    refused = 0
+    for options in ({"c": 0.1}, {"target": 0.5, "steps": 3}):
+        optimizer = GRDA(params, lr=0.1, momentum=0.5, **options)
+        drive(optimizer, params, range(2))
+        saved = optimizer.state_dict()
+        for _ in range(500):
+            spoilt: Any = copy.deepcopy(saved)
+            place: Any = spoilt
+            while True:
+                keys = list(place) if isinstance(place, dict) else range(len(place))
+                key = chance.choice(keys)
+                if not isinstance(place[key], (dict, list)) or not place[key] or chance.random() < 0.1:
+                    break
+                place = place[key]
+            place[key] = chance.choice(JUNK)
+            before = repr(optimizer.state_dict())
+            try:
+                optimizer.load_state_dict(spoilt)
+            except ValueError:
+                refused += 1
+                assert repr(optimizer.state_dict()) == before
+            else:
+                optimizer.load_state_dict(saved)
+    assert refused > 250

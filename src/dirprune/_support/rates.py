@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,7 +10,11 @@ from torch import Tensor
 
 
 def number(value: Any) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)  # a rate may require a gradient
+    """Return a number or a tensor of one as a float; one that is too large is infinite."""
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)  # a rate may require a gradient
+    except OverflowError:
+        return math.inf
 
 
 def place_lr(group: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from dirprune._support.rates import place_lr
 from dirprune.optim.options import check_options
 from dirprune.optim.paths import check_parameters, fused_obstacle, scalar_device
 from dirprune.optim.selection import Member, Sample, smallest, summed
-from dirprune.optim.state import Loading, adopt_weights, first_state, fix_zeros, local
+from dirprune.optim.state import Loading, adopt_weights, check_form, first_state, fix_zeros, local, widen
 from dirprune.optim.target import Plan, Progress
 
 # Read from every tensor at every step, with `map`: a Python loop would take longer than the update on the device.
@@ -125,6 +125,7 @@ class Thresholded(Optimizer):
         The mathematical options (lr, c, mu, target, …) come from the saved state. The options of execution (foreach,
         fused, capturable) stay as they are in this optimizer. If the state does not fit, nothing changes.
         """
+        check_form(state_dict, type(self).__name__)  # torch copies it first
         loading = Loading(self, self._scalar_device)
         # torch casts every state tensor to its parameter's dtype. These two hooks undo that. The first one runs last
         # before loading, so that it sees the state as other hooks left it. The second one runs first after loading.
@@ -148,6 +149,8 @@ class Thresholded(Optimizer):
         if "accumulator" not in state:  # a wrapper may keep entries of its own there
             place_lr(group)  # again: the parameters may have been on "meta" when the group was added
             state.update(first_state(p, self._scalar_device(group, p)))
+        elif p.dtype is torch.float64 and state["accumulator"].dtype is not torch.float64:  # after model.double()
+            widen(state)
         return state
 
     @overload

@@ -157,7 +157,7 @@ class GRDA(Thresholded):
             if grad is None:
                 continue
             state = self.state[p]
-            if "accumulator" not in state:
+            if "accumulator" not in state or p.dtype is torch.float64:
                 self.begin(p, group)
             step, threshold = state["step"], state["threshold"]
             if threshold.is_cuda != step.is_cuda:  # torch.compile moves a "step" to the GPU by itself

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import ParametrizationList
 
 _NORM = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 _WITH_NORM = re.compile(r"[Nn]orm(?![a-z])")  # but not Normalize or Enormous
@@ -63,6 +64,13 @@ def prunable_groups(
                     f"exempt={rule!r} matches no parameter; use 'bias', 'norm' or a pattern of names{some}"
                 )
             kept_dense.update(matches)
+    # Zeros of what these are computed from are not zeros of the weights, which would end up all zero.
+    kept_dense.update(
+        p
+        for module in model.modules()
+        if isinstance(module, ParametrizationList) and any(type(step).__name__ == "_Orthogonal" for step in module)
+        for p in module.parameters()
+    )
     if cost is not None:
         kept_dense.update(p for name, p in model.named_parameters() if _cost_of(name, cost) == 0)
     prunable = [(name, p) for name, p in model.named_parameters() if p not in kept_dense]

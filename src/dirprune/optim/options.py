@@ -43,7 +43,10 @@ def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
             continue
         if not isinstance(value, Real):
             raise ValueError(f"{name}={value!r} is not a number; give one, e.g. {name}={example:g}")
-        options[name] = float(value)  # a numpy number or a Fraction could not be saved with the state
+        options[name] = number(value)  # a numpy number or a Fraction could not be saved with the state
+    for name in {"nesterov", "maximize"} & options.keys():
+        if not isinstance(options[name], int):
+            raise ValueError(f"{name}={options[name]!r} is neither True nor False")
     lr = options["lr"]
     lr = number(lr) if wait or not isinstance(lr, Tensor) or _is_on_host(lr) else 0.0
     c, mu, weight_decay = (options[name] for name in ("c", "mu", "weight_decay"))
@@ -71,9 +74,9 @@ def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
     if lr > 0 and math.log(max(c, 1.0)) + (mu + 0.5) * math.log(lr / (1 - momentum)) > _LOG_LARGEST:
         raise ValueError(f"lr={lr} and c={c} give a threshold beyond the range of float64; give smaller ones")
     for name in ("scale", "cost"):
-        if not (isinstance(options[name], Real) and 0 < options[name] < math.inf):
+        if not (isinstance(options[name], Real) and 0 < number(options[name]) < math.inf):
             raise ValueError(f"{name}={options[name]!r} of a group is out of range; give a finite number > 0, e.g. 1.0")
-    if options["shape"] not in SHAPES:
+    if not isinstance(options["shape"], str) or options["shape"] not in SHAPES:
         raise ValueError(f"shape={options['shape']!r} is not known; take one of {', '.join(SHAPES)}")
     if options["plan"] is not None and c not in (0.0, 1.0):
         raise ValueError(

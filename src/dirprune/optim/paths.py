@@ -62,6 +62,11 @@ def check_parameters(group: dict[str, Any], fused_obstacle: Callable[[Iterable[T
                 "an order; keep it as a real tensor of shape (…, 2) and call torch.view_as_complex in forward, or "
                 "leave it to another optimizer"
             )
+        if p.element_size() < 2:
+            raise ValueError(
+                f"params: parameter {index} is stored as {p.dtype}, in which a weight has too few values; "
+                "keep it in bfloat16 or wider, and convert it for the forward pass"
+            )
         if p.layout is not torch.strided:
             raise ValueError(
                 f"params: parameter {index} is stored as {p.layout}, and pruned weights are zeros of a dense tensor; "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from operator import attrgetter, ne
 from typing import Any
 
@@ -75,12 +76,18 @@ class Loading:
                     optimizer.state[p].setdefault("pruned", optimizer.state[p]["accumulator"] == 0)
 
 
+def widen(state: dict[str, Any]) -> None:
+    """Convert a state to float64, which its parameter has become."""
+    for key in _PER_ELEMENT:
+        if key != "pruned" and key in state:
+            state[key] = state[key].double()
+
+
 def check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Raise a ValueError that names what does not fit; nothing has been changed by then."""
     groups, kind = optimizer.param_groups, type(optimizer).__name__
     per_element: tuple[str, ...] = getattr(optimizer, "PER_ELEMENT", _PER_ELEMENT[:1])
-    if "state" not in state_dict or "param_groups" not in state_dict:
-        raise ValueError(f"state_dict has the keys {list(state_dict)}; give what {kind}.state_dict() returned")
+    check_form(state_dict, kind)
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
         raise ValueError(
@@ -99,12 +106,31 @@ def check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 f"state_dict is not one of {kind}'s: group {index} has no {', '.join(missing)}; start a new {kind} on "
                 "the trained weights instead"
             )
+        for key in MACHINE:
+            if not isinstance(saved.get(key), (bool, type(None))):
+                raise ValueError(f"state_dict has {key}={saved[key]!r} in group {index}; give True, False or None")
         _check_plan(group["plan"], saved)
         check_options({**group, **saved, **{key: group[key] for key in MACHINE}})
         for saved_id, p in zip(saved["params"], group["params"], strict=True):
             state = state_dict["state"].get(saved_id)
             if state:
                 _check_parameter_state(state, saved_id, p, per_element, kind)
+
+
+def check_form(state_dict: Any, kind: str) -> None:
+    """Raise unless this is built as the state of an optimizer is."""
+    keys = list(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+    if not {"state", "param_groups"} <= {*keys}:
+        raise ValueError(f"state_dict has the keys {keys}; give what {kind}.state_dict() returned")
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    lists = isinstance(groups, (list, tuple)) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
+    )
+    names = lists and all(isinstance(name, (int, str)) for group in groups for name in group["params"])
+    if not (names and isinstance(states, Mapping) and all(isinstance(state, Mapping) for state in states.values())):
+        raise ValueError(
+            f"state_dict is not built as the state of an optimizer; give what {kind}.state_dict() returned"
+        )
 
 
 def _check_plan(own: Plan | None, saved: dict[str, Any]) -> None:
@@ -123,13 +149,19 @@ def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor, needed: 
     if absent:
         raise ValueError(f"state_dict has no {', '.join(absent)} for parameter {name}; it is not from {kind}")
     for key in _PER_PARAMETER:
-        value = torch.as_tensor(state[key], device="cpu")
-        if value.numel() != 1 or value.dim() or not 0 <= float(value) < math.inf:
-            raise ValueError(f"state_dict has {key}={value.tolist()} for parameter {name}; give a finite number ≥ 0")
+        value = state[key]
+        scalar = not value.dim() and value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, Real)
+        if not scalar or not 0 <= number(value) < math.inf:
+            shown = value.tolist() if isinstance(value, Tensor) else value
+            raise ValueError(f"state_dict has {key}={shown!r} for parameter {name}; give a finite number ≥ 0")
     for key in _PER_ELEMENT:
         tensor = state.get(key)
         if tensor is None:
             continue
+        if not isinstance(tensor, Tensor) or tensor.is_complex() or tensor.layout is not torch.strided:
+            raise ValueError(
+                f"state_dict has a {type(tensor).__name__} as {key} of parameter {name}; give a dense tensor of numbers"
+            )
         if tensor.shape != p.shape:
             raise ValueError(
                 f"state_dict has {key} of shape {tuple(tensor.shape)} for parameter {name}, whose shape is "

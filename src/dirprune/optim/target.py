@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dirprune._support.rates import number
 from dirprune.optim.selection import Member
 
 EVERY = 20
@@ -51,9 +52,10 @@ class Plan:
             raise ValueError(f"target={self.target!r} is not a share; give a number between 0 and 1, e.g. target=0.95")
         if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):
             raise ValueError(f"steps={self.steps!r} is not a number of optimizer steps; give e.g. steps=10_000")
-        if self.of not in MEASURES:
+        if not isinstance(self.of, str) or self.of not in MEASURES:
             raise ValueError(f"of={self.of!r} is not known; the target is a share of {' or of '.join(MEASURES)}")
-        if not 0 <= self.prune_from < self.prune_until <= 1:
+        part = self.prune_from, self.prune_until
+        if not all(isinstance(end, (int, float)) for end in part) or not 0 <= part[0] < part[1] <= 1:
             raise ValueError(
                 f"prune_from={self.prune_from} and prune_until={self.prune_until} are no part of the run; give "
                 "0 ≤ prune_from < prune_until ≤ 1, e.g. 0.1 and 0.7"
@@ -158,10 +160,12 @@ class Plan:
             raise ValueError(f"the plan of state_dict has not the entries of a plan: {', '.join(map(str, unknown))}")
         plan = cls(**saved)
         for name in ("threshold", "growth"):
-            value = torch.as_tensor(getattr(plan, name), dtype=torch.float64).detach().clone()
-            if value.dim() or not 0 <= float(value) < math.inf:
-                raise ValueError(f"the plan of state_dict has {name}={value.tolist()}; give a finite number ≥ 0")
-            setattr(plan, name, value)
+            value = getattr(plan, name)
+            if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.is_floating_point()):
+                raise ValueError(f"the plan of state_dict has a {type(value).__name__} as {name}; give a number")
+            if (isinstance(value, Tensor) and value.dim()) or not 0 <= number(value) < math.inf:
+                raise ValueError(f"the plan of state_dict has {name}={value!r}; give a finite number ≥ 0")
+            setattr(plan, name, torch.as_tensor(value, dtype=torch.float64).detach().clone())
         if not isinstance(plan.step, int) or plan.step < 0:
             raise ValueError(f"the plan of state_dict has step={plan.step!r}; give a number of steps")
         return plan
