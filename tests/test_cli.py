@@ -849,15 +849,15 @@ def test_theory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert options == {"problems": 1, "runs": 2, "seed": 4}
         yield next(finding for finding in whole(**options) if isinstance(finding, theory_report.Finding))
 
-    def first_of_report(out: Path, *, figures: Path | None, **options: Any) -> Iterator[Any]:
-        assert (out, figures) == (Path("numbers"), Path("pictures"))
-        yield from first(**options)
-
-    monkeypatch.setattr(theory_report, "report", first_of_report)
+    monkeypatch.setattr(theory_report, "study", first)
     options = {"--problems": 1, "--runs": 2, "--seed": 4, "--out": "numbers", "--figures": "pictures"}
     (row,) = objects(call("theory", *flat(options), "--json"))
     assert row["gamma"] > 0
     assert "numbers, pictures" in call("theory", *flat(options)).stdout
+    assert [path.name for folder in ("numbers", "pictures") for path in Path(folder).iterdir()] == [
+        "theory.csv",
+        "theory-theorem.png",
+    ]
 
 
 def test_the_columns_of_theory_are_words() -> None:

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from dirprune.lab.records.tables import read_rows
+from dirprune.lab.records.tables import read_rows, write_rows
 from dirprune.lab.studies.theorem import work as theory_report
 from dirprune.lab.studies.theorem.figures import (
-    LimitPath,
+    figures,
     limit_figure,
     theorem_figure,
     trajectory_figure,
     valley_figure,
 )
-from dirprune.lab.studies.theorem.limit_law import LimitRow, Moments, gradient_flow, limit_moments
+from dirprune.lab.studies.theorem.limit_law import LimitPath, LimitRow, Moments, gradient_flow, limit_moments
 from dirprune.lab.studies.theorem.problems import TheoremRow, least_squares, tiny_network
 from dirprune.lab.studies.theorem.trajectory import compared, drift, trajectories
 from dirprune.lab.studies.theorem.valley import ACROSS, valley
-from dirprune.lab.studies.theorem.work import Value, report, study
+from dirprune.lab.studies.theorem.work import Finding, Value, study, values
 
 ROW = TheoremRow(0.1, 0.05, 0.6, 60.0, 0.18, 4, 0.02, 0.15, 0.03, 0.96, 0.83, 0.99, 0.1, 20.0, 1, 0.03, 0.03, 0.99)
 LIMIT = LimitRow(0.03, 4.0, 100, 0.2, 0.3, 0.1, 0.15)
@@ -39,8 +39,9 @@ def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("coarse")
-def test_report_yields_all_parts_and_writes_what_it_yielded(tmp_path: Path) -> None:
-    findings = list(report(tmp_path, figures=tmp_path / "figures", problems=2, runs=50))
+def test_the_study_yields_all_parts_and_its_table_and_figures_show_them(tmp_path: Path) -> None:
+    events = list(study(problems=2, runs=50))
+    findings = [event for event in events if isinstance(event, Finding)]
     assert [(f.part, f.row.gamma) for f in findings] == [
         ("least squares", 0.1),
         ("least squares", 0.03),
@@ -50,8 +51,8 @@ def test_report_yields_all_parts_and_writes_what_it_yielded(tmp_path: Path) -> N
         ("network", 0.1),
         ("network", 0.03),
     ]
-    names = {f"theory-{name}.png" for name in ("valley", "theorem", "limit", "trajectory")}
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == names
+    assert set(figures(events)) == {"valley", "theorem", "limit", "trajectory"}
+    write_rows(tmp_path / "theory.csv", Value, values(findings, seed=0))
     lines = read_rows(tmp_path / "theory.csv", Value)
     for found in findings:
         written = {v.quantity: v.value for v in lines if (v.part, v.gamma) == (found.part, found.row.gamma)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,23 +12,32 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullFormatter, ScalarFormatter
 
 from dirprune.lab.plots import GREY, add_legend, colour, panels, styled
-from dirprune.lab.studies.theorem.limit_law import LimitRow, Moments
+from dirprune.lab.studies.theorem.limit_law import LimitPath, LimitRow, Moments
 from dirprune.lab.studies.theorem.problems import TheoremRow
 from dirprune.lab.studies.theorem.trajectory import Trajectory, compared
 from dirprune.lab.studies.theorem.valley import Valley
+from dirprune.lab.studies.theorem.work import Event, Finding
 
 GAMMA = "learning rate γ"
 MARKERS = ("o", "s", "^")
 
 
-@dataclass(frozen=True)
-class LimitPath:
-    """The accumulator over time: moments of the limit law, and of ``runs`` simulated runs at γ, at the same times."""
-
-    limit: Sequence[Moments]
-    simulated: Sequence[Moments]
-    gamma: float
-    runs: int
+def figures(events: Sequence[Event]) -> dict[str, Figure]:
+    """Return the figures of a study by name, from all that it yielded."""
+    findings = [event for event in events if isinstance(event, Finding)]
+    parts: dict[str, list[TheoremRow]] = {}
+    for finding in findings:
+        if isinstance(finding.row, TheoremRow):
+            parts.setdefault(finding.part, []).append(finding.row)
+    drawn = {"theorem": theorem_figure(parts)}
+    for event in events:
+        if isinstance(event, Valley):
+            drawn["valley"] = valley_figure(event)
+        elif isinstance(event, LimitPath):
+            drawn["limit"] = limit_figure([f.row for f in findings if isinstance(f.row, LimitRow)], event)
+    if pairs := [event for event in events if isinstance(event, Trajectory)]:
+        drawn["trajectory"] = trajectory_figure(pairs)
+    return drawn
 
 
 @styled

@@ -24,6 +24,16 @@ class Moments:
     covariance: Tensor
 
 
+@dataclass(frozen=True)
+class LimitPath:
+    """The accumulator over time: moments of the limit law, and of ``runs`` simulated runs at γ, at the same times."""
+
+    limit: Sequence[Moments]
+    simulated: Sequence[Moments]
+    gamma: float
+    runs: int
+
+
 def limit_moments(
     problem: LeastSquares, times: Sequence[float], *, c: float = 0.5, mu: float = 0.6, steps: int = 2000
 ) -> list[Moments]:

@@ -30,19 +30,31 @@ def theory(
     with clear_errors():
         from dataclasses import asdict
 
-        from dirprune.lab.studies.theorem import work as theory_report
+        from dirprune.lab import plots
+        from dirprune.lab.records.tables import write_rows
+        from dirprune.lab.studies.theorem import figures as drawing
+        from dirprune.lab.studies.theorem import work
 
-        output = Output(as_json)
+        output, pictures = Output(as_json), figures or out
+        for folder in (out, pictures):
+            folder.mkdir(parents=True, exist_ok=True)  # fail before the work if it cannot be written
+        events: list[work.Event] = []
         found: dict[str, list[dict[str, Any]]] = {}
-        with bar("theory", total=theory_report.FINDINGS) as advance:
-            for finding in theory_report.report(out, figures=figures, problems=problems, runs=runs, seed=seed):
-                row = asdict(finding.row)
-                found.setdefault(finding.part, []).append(row)
-                advance(1, note=f"{finding.part}, γ={row['gamma']:g}")
-                output.record({"part": finding.part, **row})
+        with bar("theory", total=work.FINDINGS) as advance:
+            for event in work.study(problems=problems, runs=runs, seed=seed):
+                events.append(event)
+                if isinstance(event, work.Finding):
+                    row = asdict(event.row)
+                    found.setdefault(event.part, []).append(row)
+                    advance(1, note=f"{event.part}, γ={row['gamma']:g}")
+                    output.record({"part": event.part, **row})
+        findings = [event for event in events if isinstance(event, work.Finding)]
+        write_rows(out / "theory.csv", work.Value, work.values(findings, seed=seed))
+        for name, figure in drawing.figures(events).items():
+            plots.save(figure, pictures / f"theory-{name}.png")
         for part, rows in found.items():
             cells = [[NOTHING if value is None else f"{value:.4g}" for value in row.values()] for row in rows]
-            headers = [theory_report.HEADERS[name] for name in rows[0]]
-            output.table(part, headers, cells, left=0, spare=theory_report.SPARE)
+            headers = [work.HEADERS[name] for name in rows[0]]
+            output.table(part, headers, cells, left=0, spare=work.SPARE)
         folders = f"{out}, {figures}" if figures else str(out)
         output.tell(f"Numbers and figures: {folders}. They are explained in docs/theory.md of the repository.")

@@ -1,27 +1,18 @@
-"""Measure the theorem on problems small enough to solve exactly: yield rows, then write a table and figures."""
+"""Measure the theorem on problems small enough to solve exactly: rows for the table, and what the figures need."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
-from dirprune.lab.plots import save
 from dirprune.lab.records.provenance import environment
-from dirprune.lab.records.tables import write_rows
-from dirprune.lab.studies.theorem.figures import (
-    LimitPath,
-    limit_figure,
-    theorem_figure,
-    trajectory_figure,
-    valley_figure,
-)
-from dirprune.lab.studies.theorem.limit_law import LimitRow, limit_moments, limit_rows, simulated_moments
+from dirprune.lab.studies.theorem.limit_law import LimitPath, LimitRow, limit_moments, limit_rows, simulated_moments
 from dirprune.lab.studies.theorem.problems import LeastSquares, TheoremRow, least_squares, theorem_rows, tiny_network
 from dirprune.lab.studies.theorem.trajectory import Trajectory, TrajectoryRow, compared, trajectories
-from dirprune.lab.studies.theorem.valley import valley
+from dirprune.lab.studies.theorem.valley import Valley, valley
 
 LEAST_SQUARES, NETWORK, LIMIT, TRAJECTORY = "least squares", "network", "limit law", "trajectory"
 GAMMAS = (0.1, 0.03, 0.01, 0.003, 0.001)
@@ -70,6 +61,10 @@ class Finding:
     row: TheoremRow | LimitRow | TrajectoryRow
 
 
+Event: TypeAlias = Finding | LimitPath | Trajectory | Valley
+"""What `study` yields."""
+
+
 @dataclass(frozen=True)
 class Value:
     """One line of theory.csv: a quantity of a row, with seed, command, commit and hardware."""
@@ -89,36 +84,6 @@ FINDINGS = 2 * len(GAMMAS) + len(LIMIT_GAMMAS) + len(TRAJECTORY_GAMMAS)
 """The number of findings that `study` yields."""
 
 
-def report(
-    out: Path, *, figures: Path | None = None, problems: int = 20, runs: int = 4000, seed: int = 0
-) -> Iterator[Finding]:
-    """Yield the findings of `study`; then write theory.csv to ``out``, and theory-*.png to ``figures`` or ``out``."""
-    for folder in (out, figures or out):
-        folder.mkdir(parents=True, exist_ok=True)  # fail before the work if it cannot be written
-    findings: list[Finding] = []
-    pairs: list[Trajectory] = []
-    for event in study(problems=problems, runs=runs, seed=seed):
-        if isinstance(event, LimitPath):
-            path = event
-        elif isinstance(event, Trajectory):
-            pairs.append(event)
-        else:
-            findings.append(event)
-            yield event
-    write_rows(out / "theory.csv", Value, values(findings, seed=seed))
-    theorem: dict[str, list[TheoremRow]] = {LEAST_SQUARES: [], NETWORK: []}
-    limit: list[LimitRow] = []
-    for found in findings:
-        if isinstance(found.row, TheoremRow):
-            theorem[found.part].append(found.row)
-        elif isinstance(found.row, LimitRow):
-            limit.append(found.row)
-    save(valley_figure(valley(seed=seed)), (figures or out) / "theory-valley.png")
-    save(theorem_figure(theorem), (figures or out) / "theory-theorem.png")
-    save(limit_figure(limit, path), (figures or out) / "theory-limit.png")
-    save(trajectory_figure(pairs), (figures or out) / "theory-trajectory.png")
-
-
 def values(findings: Sequence[Finding], *, seed: int) -> list[Value]:
     """Return the lines of theory.csv."""
     here = environment(torch.device("cpu"))
@@ -131,8 +96,10 @@ def values(findings: Sequence[Finding], *, seed: int) -> list[Value]:
     ]
 
 
-def study(*, problems: int = 20, runs: int = 4000, seed: int = 0) -> Iterator[Finding | LimitPath | Trajectory]:
-    """Yield the four parts of the study, row by row: least squares, the limit law, trajectories, a small network.
+def study(*, problems: int = 20, runs: int = 4000, seed: int = 0) -> Iterator[Event]:
+    """Yield the parts of the study, row by row: least squares, the limit law, trajectories, a small network.
+
+    Between the rows come what only the figures need: the limit law's path, pairs of runs, and the valley at the end.
 
     Args:
         problems: number of random problems of each kind; a row is a mean over them.
@@ -150,6 +117,7 @@ def study(*, problems: int = 20, runs: int = 4000, seed: int = 0) -> Iterator[Fi
         yield pair
     for row in theorem_rows(tiny_network(problems, seed=seed), GAMMAS, c=0.02, t=40.0, seed=seed):
         yield Finding(NETWORK, row)
+    yield valley(seed=seed)
 
 
 def noisy_problem(seed: int) -> LeastSquares:
