@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import time
@@ -95,9 +96,12 @@ def _activated(layer: Layer, x: Tensor) -> Tensor:
     low, high, slope = layer.activation
     if layer.activation == IDENTITY:
         return x
-    if (low, high) == (0, float("inf")):
+    if (low, high) == (0, math.inf):
         return F.leaky_relu(x, slope) if slope else F.relu(x)
-    return F.hardtanh(x, low, high)
+    if slope and low > -math.inf:
+        x = torch.where(x < low, low + slope * (x - low), x)
+        low = -math.inf
+    return x.clamp(low, high)
 
 
 class Peer:
