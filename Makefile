@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
+BUILDERS = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt hatchling ziglang
 
-.PHONY: demo test lint types unit soak format clean
+TARGETS = linux-x86_64 linux-aarch64 darwin-x86_64 darwin-aarch64
+
+.PHONY: demo test lint types unit soak wheels format clean
 
 demo: $(READY)
 	$(BIN)/dirprune demo
@@ -22,7 +25,14 @@ unit: $(READY)
 	$(BIN)/pytest -q -n 2
 
 soak: $(READY)
+	$(BUILDERS)
 	$(BIN)/pytest -q -s -m soak
+
+# An sdist, and a wheel with compiled kernels for each target; all are built on one machine, by zig.
+wheels: $(READY)
+	$(BUILDERS)
+	$(BIN)/python -m hatchling build --target sdist
+	for target in $(TARGETS); do DIRPRUNE_TARGET=$$target $(BIN)/python -m hatchling build --target wheel || exit 1; done
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -51,10 +51,15 @@ class Window(NamedTuple):
     stride: Pair
     padding: Pair
 
-    def results(self, height: int, width: int) -> Pair:
-        """Return how many places the window has."""
+    def results(self, height: int, width: int, *, hang: bool = False) -> Pair:
+        """Return how many places the window has; with ``hang`` a last one may hang over, as with torch's ceil_mode."""
         sides = zip((height, width), self.size, self.stride, self.padding, strict=True)
-        return Pair(*((length + 2 * padding - size) // stride + 1 for length, size, stride, padding in sides))
+        places = []
+        for length, size, stride, padding in sides:
+            steps, rest = divmod(length + 2 * padding - size, stride)
+            starts = (steps + 1) * stride < length + padding  # the one that hangs begins inside the image
+            places.append(steps + 1 + (hang and rest > 0 and starts))
+        return Pair(*places)
 
 
 class Activation(NamedTuple):
@@ -221,9 +226,8 @@ def _pool(layer: Layer, inputs: list[Value]) -> Value:
     window, places = _slid(layer, inputs)
     shape = layer.output.shape
     _want(len(shape) == 3 and layer.output.image, "makes no image")
-    sides = zip(shape[1:], places, window.stride, window.padding, inputs[0].shape[1:], strict=True)
-    for got, least, stride, padding, length in sides:
-        _want(got in (least, least + 1) and (got - 1) * stride < length + padding, f"cannot make {shape}")
+    hanging = window.results(*inputs[0].shape[1:], hang=True)
+    _want(tuple(shape[1:]) in (places, hanging), f"cannot make {shape}")
     return Value((inputs[0].shape[0], *shape[1:]), True)
 
 
