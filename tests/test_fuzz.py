@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +83,84 @@ def loaded(path: Path, data: bytes) -> dict[str, Tensor] | None:
         said = str(error)
     assert said.startswith(str(path))
     return None
+
+
+MOST = 2**48
+# Where in the header or, after "told", in its record; the value put there, or ... to remove it; what the error says.
+FORGED: dict[str, tuple[str, Any, str]] = {
+    "metadata of numbers": ("/__metadata__/from", 7, "has no str where \"its metadata 'from'\" needs one"),
+    "half a character": ("/__metadata__/from", "\ud800", "surrogates not allowed"),
+    "another format": ("told/format", 2, "is of format 2, and this version of dirprune reads 1"),
+    "another kind": ("told/holds", "cakes", "holds 'cakes', not 'weights'"),
+    "no tensors": ("told/tensors", [], "has no dict where 'its metadata' needs one"),
+    "no record of a tensor": ("told/tensors/dense", 3, "has no dict where 'dense' needs one"),
+    "an unknown twin": ("told/tensors/tied/same_as", "later", "has 'tied', which is the same as an unknown tensor"),
+    "a twin by number": ("told/tensors/tied/same_as", 0, "has no str where 'tied' needs one"),
+    "a tensor too many": ("told/tensors/dense", ..., "holds 'dense', which is part of no tensor"),
+    "a tensor too few": ("told/tensors/more", {"dtype": "bool", "shape": [], "coding": "dense"}, "lacks a part of the"),
+    "dtype by number": ("told/tensors/dense/dtype", 4, "has no str where 'dense' needs one"),
+    "unknown dtype": ("told/tensors/dense/dtype", "F32", "has 'dense' in an unknown dtype or coding"),
+    "unknown storage": ("told/tensors/dense/stored", "x", "has 'dense' in an unknown dtype or coding"),
+    "storage that widens": ("told/tensors/dense/stored", "float64", "has 'dense' in an unknown dtype or coding"),
+    "storage by number": ("told/tensors/dense/stored", 4, "has no str where 'dense' needs one"),
+    "unknown coding": ("told/tensors/dense/coding", "zip", "has 'dense' in an unknown dtype or coding"),
+    "no shape": ("told/tensors/dense/shape", ..., "has no list where 'dense' needs one"),
+    "too many dimensions": ("told/tensors/dense/shape", [1] * 65, "has an impossible shape or place of 'dense'"),
+    "a negative length": ("told/tensors/dense/shape", [-3, -4], "has an impossible shape or place of 'dense'"),
+    "half a length": ("told/tensors/dense/shape", [1.5, 8], "has an impossible shape or place of 'dense'"),
+    "a length that is a bool": ("told/tensors/count/shape", [True], "has an impossible shape or place of 'count'"),
+    "too long": ("told/tensors/empty/shape", [0, MOST + 1], "has an impossible shape or place of 'empty'"),
+    "too large": ("told/tensors/empty/shape", [0, MOST, 2], "has 'empty' in an impossible shape"),
+    "another size": ("told/tensors/dense/shape", [3, 5], "has 'dense' damaged: 12 values do not fit"),
+    "another shape": ("told/tensors/dense/shape", [4, 3], "has 'dense' in another dtype or shape than it says"),
+    "another dtype": ("told/tensors/dense/dtype", "int32", "has 'dense' in another dtype or shape than it says"),
+    "a larger mask": ("told/tensors/mask/shape", [16, 17], "has 'mask' damaged"),
+    "larger steps": ("told/tensors/deltas/shape", [MOST], "has 'deltas' damaged"),
+    "no place": ("/dense/data_offsets", ..., "has no list where 'dense' needs one"),
+    "a gap": ("/dense/data_offsets", [616, 664], "does not hold the tensor 'dense' where its header says"),
+    "beyond the end": ("/bytes/data_offsets", [734, MOST], "does not hold the tensor 'bytes' where its header says"),
+    "another width": ("/dense/dtype", "F64", "does not hold the tensor 'dense' where its header says"),
+    "an unknown width": ("/dense/dtype", "F33", "does not hold the tensor 'dense' where its header says"),
+    "a width by number": ("/dense/dtype", 7, "has no str where 'dense' needs one"),
+    "no entry": ("/dense", 7, "has no dict where 'dense' needs one"),
+    "an entry without its shape": ("/dense/shape", ..., "has no list where 'dense' needs one"),
+    "data that nobody has": ("/bytes", ..., "bytes, and its header tells of"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_forged_file_is_refused_by_what_is_wrong_in_it(packed: Path, case: str) -> None:
+    path, value, message = FORGED[case]
+    header, told, data = parts(packed.read_bytes())
+    assert [header["dense"]["data_offsets"], header["bytes"]["data_offsets"]] == [[612, 660], [734, 774]]
+    first, *way, last = path.split("/")
+    holder = reduce(getitem, way, told if first == "told" else header)
+    if value is ...:
+        del holder[last]
+    else:
+        holder[last] = value
+    packed.write_bytes(rebuilt((header, told, data)))
+    with pytest.raises(InvalidFile, match=re.escape(message)) as refused:
+        load_sparse(packed)
+    assert str(refused.value).startswith(str(packed))
+
+
+def test_a_file_without_our_record_is_refused(packed: Path) -> None:
+    packed.write_bytes(sealed(packed.read_bytes().replace(b'"dirprune":', b'"dirplums":')))
+    with pytest.raises(InvalidFile, match="has no str where 'its metadata' needs one"):
+        load_sparse(packed)
+
+
+def test_the_header_ends_in_the_file_where_data_is_aligned(packed: Path) -> None:
+    good = packed.read_bytes()
+    length = int.from_bytes(good[:8], "little")
+    for wrong in (length - 1, length + 1, 2**40, 2**63):
+        packed.write_bytes(sealed(wrong.to_bytes(8, "little") + good[8:]))
+        with pytest.raises(InvalidFile, match=f"has a header that ends at byte {wrong + 8} of {len(good)}"):
+            load_sparse(packed)
+    packed.write_bytes(good[:-9] + b"x" + good[-8:])
+    with pytest.raises(InvalidFile, match="is damaged: its content does not have the checksum that it should"):
+        load_sparse(packed)
 
 
 @MANY

@@ -149,9 +149,11 @@ def test_only_the_named_parameters_are_kept() -> None:
 
 def test_a_call_that_cannot_be_meant_is_a_warning() -> None:
     net = nn.Linear(3, 3)
-    with pytest.warns(UserWarning, match="no weight is zero yet; load the sparse weights first"):
+    with pytest.warns(UserWarning, match="no weight is zero yet; load the sparse weights first") as warned:
         keep_zeros(torch.optim.SGD(net.parameters(), lr=0.1))
+    assert warned[0].filename == __file__
     net.weight.data[0] = 0
     nn.init.zeros_(net.bias)
-    with pytest.warns(UserWarning, match="1 of the parameters are wholly zero and stay so"):
+    with pytest.warns(UserWarning, match="1 of the parameters are wholly zero and stay so") as warned:
         keep_zeros(torch.optim.SGD(net.parameters(), lr=0.1))
+    assert warned[0].filename == __file__

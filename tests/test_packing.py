@@ -92,7 +92,12 @@ SHAPES: dict[str, Callable[[], Tensor]] = {
     "all zero": lambda: torch.zeros(1000, 300),
     "negative zeros": lambda: -torch.zeros(100, 100),
     "one value at the end": lambda: torch.arange(10_000) // 9_999 * 1.0,
-    "just a skip": lambda: torch.zeros(255),
+    **{f"{size} zeros": lambda size=size: torch.zeros(size) for size in (253, 254, 255, 256, 508, 509, 510)},
+    **{
+        f"a value, {size} zeros": lambda size=size: torch.arange(size + 1).eq(0).float()
+        for size in (253, 254, 255, 509, 510)
+    },
+    "odd": lambda: sparse(37, 41, density=0.4),
     "a skip and a value": lambda: torch.cat([torch.zeros(2550), torch.ones(1), torch.zeros(254), torch.ones(1)]),
     "transposed": lambda: sparse(60, 50).T,
     "every second": lambda: sparse(60, 50)[:, ::2],
@@ -114,7 +119,7 @@ def test_every_shape_comes_back(case: str, tmp_path: Path) -> None:
     found.add_(1)  # the caller owns it
 
 
-@pytest.mark.parametrize("density", DENSITIES)
+@pytest.mark.parametrize("density", [*DENSITIES, 0.12])
 def test_the_smallest_form_is_taken(density: float) -> None:
     """The sizes are counted in loops, as the format is described."""
     array = sparse(5000, density=density).numpy().view(np.uint32)
@@ -127,6 +132,8 @@ def test_the_smallest_form_is_taken(density: float) -> None:
     packed = pack(array)
     used = packed.values.nbytes + (0 if packed.places is None else packed.places.nbytes)
     assert used == sizes[packed.coding] == min(sizes.values())
+    kept_places = range(5000) if packed.coding == "dense" else np.flatnonzero(array)
+    assert packed.positions().tolist() == list(kept_places)
 
 
 def test_the_safetensors_library_opens_the_file_and_it_is_as_the_page_says(tmp_path: Path) -> None:
@@ -141,6 +148,8 @@ def test_the_safetensors_library_opens_the_file_and_it_is_as_the_page_says(tmp_p
     with safe_open(path, "pt") as file:
         assert set(file.keys()) == {"mask.nonzero", "mask.mask", "deltas.nonzero", "deltas.deltas", "dense", "count"}
         assert file.metadata()["made by"] == "a test"
+        assert file.get_slice("dense").get_shape() == [5, 6]
+    assert container.read(path, holds="weights").metadata["made by"] == "a test"
     found = by_the_page(path)
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
@@ -171,10 +180,12 @@ def test_shared_tensors_are_stored_once_and_stay_shared(tmp_path: Path) -> None:
             self.head.weight = self.embedding.weight
 
     net = Tied()
+    net.after = nn.Linear(30, 30)
     net.embedding.weight.data.copy_(sparse(100, 30))
     loaded = reloaded(net, tmp_path)
     assert loaded["head.weight"] is loaded["embedding.weight"]
     assert same(loaded["head.weight"], net.head.weight)
+    assert same(loaded["after.weight"], net.after.weight)
     assert (tmp_path / "net.safetensors").read_bytes().count(b"deltas") == 2  # its coding, and its entry
 
 
