@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dirprune.lab.methods.magnitude import global_masks
 from dirprune.lab.methods.masks import Masked
-from dirprune.lab.methods.method import check_fraction, check_sparsity
+from dirprune.lab.ranges import BELOW_ONE, FRACTION, UP_TO_ONE, check
 
 
 class Acdc(Masked):
@@ -42,11 +42,10 @@ class Acdc(Masked):
     def __init__(
         self, *, sparsity: float, start: float = 0.1, phase: float = 0.05, dense: float = 0.75, end: float = 0.85
     ) -> None:
-        self.final = check_sparsity(sparsity)
-        if not check_fraction(phase, "phase") > 0:
-            raise ValueError(f"phase={phase} is no length; give a fraction of training, e.g. 0.05")
-        if not check_fraction(start, "start") < check_fraction(dense, "dense") < check_fraction(end, "end"):
+        check(locals(), sparsity=BELOW_ONE, phase=UP_TO_ONE, start=FRACTION, dense=FRACTION, end=FRACTION)
+        if not start < dense < end:
             raise ValueError(f"start={start}, dense={dense}, end={end} must follow one another")
+        self.final = sparsity
         self.start = start
         self.phase = phase
         self.dense = dense

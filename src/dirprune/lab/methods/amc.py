@@ -35,7 +35,8 @@ from dirprune._support.modes import seeded
 from dirprune.lab.methods.ddpg import Agent
 from dirprune.lab.methods.magnitude import layer_masks
 from dirprune.lab.methods.masks import Masked
-from dirprune.lab.methods.method import Weight, check_fraction, check_sparsity, prunable
+from dirprune.lab.methods.method import Weight, prunable
+from dirprune.lab.ranges import BELOW_ONE, COUNT, FRACTION, SEED, check
 
 NOISE = 0.5
 NOISE_DECAY = 0.95
@@ -115,8 +116,7 @@ def search(
     True
     """
     _check_reachable(sparsity, most)
-    if warmup < 1 or episodes < 1:
-        raise ValueError(f"warmup={warmup}, episodes={episodes}: give at least one of each")
+    check(locals(), warmup=COUNT, episodes=COUNT)
     zeros = zeros or [0] * len(sizes)
     best: list[float] = []
     best_reward = -math.inf
@@ -172,13 +172,13 @@ class Amc(Masked):
         episodes: int = 80,
         seed: int = 0,
     ) -> None:
+        ours = {"sparsity": BELOW_ONE, "most": BELOW_ONE, "at": FRACTION}
+        check(locals(), **ours, stages=COUNT, warmup=COUNT, episodes=COUNT, seed=SEED)
         self.most = max(0.99, (1 + sparsity) / 2) if most is None else most
         _check_reachable(sparsity, self.most)
-        if stages < 1:
-            raise ValueError(f"stages={stages}: give at least one, e.g. 4")
         self.final = sparsity
         self.reward = reward
-        self.at = check_fraction(at, "at")
+        self.at = at
         self.stages = stages
         self.warmup = warmup
         self.episodes = episodes
@@ -230,5 +230,6 @@ class Amc(Masked):
 
 def _check_reachable(sparsity: float, most: float) -> None:
     """Raise unless layers of at most the sparsity ``most`` can reach ``sparsity`` together."""
-    if not check_sparsity(sparsity) <= check_sparsity(most, "most"):
+    check(locals(), sparsity=BELOW_ONE, most=BELOW_ONE)
+    if sparsity > most:
         raise ValueError(f"sparsity={sparsity} cannot be reached with at most most={most} in each layer; raise most")

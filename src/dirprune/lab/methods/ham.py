@@ -13,7 +13,6 @@ ICLR 2026. α and β are their wrapper's defaults.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dirprune.lab.methods.acdc import Acdc
+from dirprune.lab.ranges import NOT_NEGATIVE, check
 
 LARGEST = 5.0
 """The largest size of an exponent."""
@@ -56,9 +56,7 @@ class Ham(Acdc):
         end: float = 0.85,
     ) -> None:
         super().__init__(sparsity=sparsity, start=start, phase=phase, dense=dense, end=end)
-        for option, value in (("alpha", alpha), ("beta", beta)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{option}={value} cannot be used; give a finite number ≥ 0")
+        check(locals(), alpha=NOT_NEGATIVE, beta=NOT_NEGATIVE)
         self.alpha = alpha
         self.beta = beta
 

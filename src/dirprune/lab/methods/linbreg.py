@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from dirprune.lab.data.loader import generator
 from dirprune.lab.methods.latent import Latent
+from dirprune.lab.ranges import NOT_NEGATIVE, SEED, UP_TO_ONE, check
 from dirprune.optim.threshold import shrink
 
 
@@ -43,10 +44,7 @@ class LinBreg(Latent):
     knob = "lam"
 
     def __init__(self, *, lam: float, density: float = 0.05, seed: int = 0) -> None:
-        if not 0 <= lam < math.inf:
-            raise ValueError(f"lam={lam} is not a threshold; give a finite number ≥ 0, e.g. 0.1")
-        if not 0 < density <= 1:
-            raise ValueError(f"density={density} is not a fraction of the weights; give a number in (0, 1], e.g. 0.05")
+        check(locals(), lam=NOT_NEGATIVE, density=UP_TO_ONE, seed=SEED)
         self.lam = lam
         self.density = density
         self.seed = seed

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dirprune.lab.methods.masks import Masked, interval, keep_largest, whole_counts
-from dirprune.lab.methods.method import check_fraction, check_sparsity
+from dirprune.lab.ranges import BELOW_ONE, COUNT, FRACTION, BadValue, check
 
 ALLOCATIONS = ("uniform", "global")
 
@@ -85,13 +85,12 @@ class Magnitude(Masked):
         every: int | None = None,
     ) -> None:
         for value in sparsity.values() if isinstance(sparsity, Mapping) else (sparsity,):
-            check_sparsity(value)
+            check({"sparsity": value}, sparsity=BELOW_ONE)
         if allocation not in ALLOCATIONS:
-            raise ValueError(f"allocation={allocation!r} is not known; take one of {', '.join(ALLOCATIONS)}")
-        if not check_fraction(start, "start") <= check_fraction(end, "end"):
+            raise BadValue("allocation", allocation, f"take one of {', '.join(ALLOCATIONS)}")
+        check(locals(), start=FRACTION, end=FRACTION, every=COUNT)
+        if start > end:
             raise ValueError(f"start={start} is later than end={end}; pruning must begin before it ends")
-        if every is not None and every < 1:
-            raise ValueError(f"every={every}: give the steps between masks, at least 1")
         self.final = sparsity
         self.allocation = allocation
         self.start = start

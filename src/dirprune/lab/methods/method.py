@@ -159,17 +159,3 @@ def prunable(model: nn.Module) -> dict[str, Weight]:
     if not weights:
         raise ValueError("model has no trainable weight of two dimensions or more, so there is nothing to prune")
     return weights
-
-
-def check_sparsity(value: float, argument: str = "sparsity") -> float:
-    """Return the value; raise a ValueError unless it is in [0, 1)."""
-    if not 0 <= value < 1:
-        raise ValueError(f"{argument}={value} is not a sparsity; give the fraction of zeros, in [0, 1), e.g. 0.9")
-    return value
-
-
-def check_fraction(value: float, argument: str) -> float:
-    """Return the value; raise a ValueError unless it is in [0, 1]."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"{argument}={value} is not a point in training; give a fraction of it, in [0, 1]")
-    return value

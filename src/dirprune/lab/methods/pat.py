@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from dirprune.lab.methods.latent import Latent
 from dirprune.lab.methods.magnitude import cubic_sparsity
 from dirprune.lab.methods.masks import keep_largest
-from dirprune.lab.methods.method import check_fraction, check_sparsity
+from dirprune.lab.ranges import BELOW_ONE, FRACTION, check
 
 
 class Pat(Latent):
@@ -50,9 +50,10 @@ class Pat(Latent):
     knob = "sparsity"
 
     def __init__(self, *, sparsity: float, start: float = 0.1, end: float = 0.75) -> None:
-        if not check_fraction(start, "start") < check_fraction(end, "end"):
+        check(locals(), sparsity=BELOW_ONE, start=FRACTION, end=FRACTION)
+        if start >= end:
             raise ValueError(f"start={start} is not before end={end}; the zeros grow between the two")
-        self.final = check_sparsity(sparsity)
+        self.final = sparsity
         self.start = start
         self.end = end
 

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from dirprune.lab.data.loader import generator
 from dirprune.lab.methods.masks import Masked, interval, keep_largest, whole_counts
-from dirprune.lab.methods.method import check_fraction, check_sparsity
+from dirprune.lab.ranges import BELOW_ONE, COUNT, FRACTION, SEED, UP_TO_ONE, check
 from dirprune.optim.groups import normalises
 
 
@@ -45,8 +45,7 @@ def erk_densities(shapes: Sequence[Sequence[int]], density: float) -> list[float
     >>> [round(d, 4) for d in erk_densities([(10, 10), (20, 20), (100, 100)], 0.05)]
     [0.4038, 0.2019, 0.0404]
     """
-    if not 0 < density <= 1:
-        raise ValueError(f"density={density} cannot be met; give the fraction of weights to keep, in (0, 1]")
+    check({"density": density}, density=UP_TO_ONE)
     sizes = [math.prod(shape) for shape in shapes]
     raw = [sum(shape) / size for shape, size in zip(shapes, sizes, strict=True)]
     budget = density * sum(sizes)
@@ -124,12 +123,7 @@ class RigL(Masked):
         until: float = 0.75,
         seed: int = 0,
     ) -> None:
-        check_sparsity(sparsity)
-        check_fraction(until, "until")
-        if not 0 <= alpha <= 1:
-            raise ValueError(f"alpha={alpha} is not a fraction of the weights; give one in [0, 1], e.g. 0.3")
-        if every is not None and every < 1:
-            raise ValueError(f"every={every}: give the steps between moves, at least 1")
+        check(locals(), sparsity=BELOW_ONE, until=FRACTION, alpha=FRACTION, every=COUNT, seed=SEED)
         self.final = sparsity
         self.alpha = alpha
         self.every = every

@@ -14,14 +14,13 @@ learnable sparsity", ICML 2020.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from dirprune.lab.methods.method import Reparametrised, Weight, prunable
+from dirprune.lab.ranges import FINITE, NOT_NEGATIVE, check
 
 
 class SoftThreshold(nn.Module):
@@ -59,10 +58,7 @@ class Str(Reparametrised):
     makes_classes = True  # a parametrized layer has a class of its own
 
     def __init__(self, *, decay: float = 5e-4, start: float = -10.0) -> None:
-        if not 0 <= decay < math.inf:
-            raise ValueError(f"decay={decay} is not a weight decay; give a finite number ≥ 0, e.g. 5e-4")
-        if not math.isfinite(start):
-            raise ValueError(f"start={start} is not a threshold; give a finite number, e.g. -10")
+        check(locals(), decay=NOT_NEGATIVE, start=FINITE)
         self.decay = decay
         self.start = start
         self.thresholded: list[tuple[Weight, SoftThreshold]] = []

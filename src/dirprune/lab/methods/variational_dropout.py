@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, softplus
 from torch.optim import Optimizer
 
-from dirprune.lab.methods.method import Reparametrised, Weight, check_fraction, prunable
+from dirprune.lab.methods.method import Reparametrised, Weight, prunable
+from dirprune.lab.ranges import FINITE, FRACTION, NOT_NEGATIVE, POSITIVE, check
 
 LOG_ALPHA_LIMIT = 3.0
 _K1, _K2, _K3 = 0.63576, 1.87320, 1.48695
@@ -144,13 +145,7 @@ class VariationalDropout(Reparametrised):
     knob = "beta"
 
     def __init__(self, *, beta: float = 1.0, anneal: float = 0.5, start: float = -10.0, pace: float = 0.1) -> None:
-        check_fraction(anneal, "anneal")
-        if not 0 <= beta < math.inf:
-            raise ValueError(f"beta={beta} is not a weight of the KL term; give a finite number ≥ 0, e.g. 1")
-        if not math.isfinite(start):
-            raise ValueError(f"start={start} is not a log σ²; give a finite number, e.g. -10")
-        if not 0 < pace < math.inf:
-            raise ValueError(f"pace={pace} cannot be used; give a finite number > 0, e.g. 0.1")
+        check(locals(), anneal=FRACTION, beta=NOT_NEGATIVE, start=FINITE, pace=POSITIVE)
         self.beta = beta
         self.anneal = anneal
         self.start = start
