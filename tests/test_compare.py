@@ -16,6 +16,7 @@ import pytest
 import torch
 from scipy.stats import ttest_rel
 from test_cli import call, objects
+from test_recipes import flat
 from test_train import Breaking, numbers
 from torch import nn
 from torch._dynamo.utils import counters
@@ -114,10 +115,9 @@ def test_by_default_every_method_takes_part_and_shares_all_but_its_own_options()
 def test_files_from_before_variants_had_names_are_recognised_by_their_options(
     name: str, options: dict[str, Any]
 ) -> None:
-    flat = {**recipes.get("digits").values(), "optimizer": "sgd", "method": "magnitude"}
-    flat["options"] = [["sparsity", 0.9], *options.items()]
-    flat |= {part: vars(flat[part]) for part in ("schedule", "cpu", "cuda")}
-    method = Recipe.from_dict(flat).method
+    values = flat(recipes.get("digits")) | {"optimizer": "sgd", "method": "magnitude"}
+    values["options"] = [["sparsity", 0.9], *options.items()]
+    method = Recipe.from_dict(values).method
     assert method is not None
     assert (method.name, method.value) == (name, 0.9)
 
