@@ -235,7 +235,7 @@ def test_steps_that_are_rehearsed_and_replayed_are_the_plain_ones(
             if replayed:
                 monkeypatch.setattr("dirprune._support.graphs.record", stand_in(model, optimizer))
                 step = CapturedStep(model, optimizer, tally, low)
-                step.prepare(colour_batch(8)[0], [8, 3])
+                step.prepare(*colour_batch(8), [8, 3])
                 starts = [(optimizer.state[p]["accumulator"], p.detach()) for p in model.parameters()]
                 assert used or lean or all(torch.equal(*start) for start in starts)  # accumulators start at the weights
             gradients = []
@@ -334,7 +334,7 @@ if torch.cuda.is_available():
         model = on_cuda(dropout=0.5)
         optimizer, tally, work = make(model), Tally(5, CUDA), batches([64]) * 5
         step = CapturedStep(model, optimizer, tally, Execution(capture=True))
-        step.prepare(work[0][0], [64])
+        step.prepare(*work[0], [64])
         start = copy.deepcopy(model.state_dict())
         set_lr(optimizer, 0.0)  # neither weights nor thresholds move
 
@@ -362,7 +362,7 @@ if torch.cuda.is_available():
                 PlainStep(model, optimizer, tally, Execution())(*batch)
         state, optimizer_state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
         random = torch.cuda.get_rng_state()
-        CapturedStep(model, optimizer, tally, Execution(capture=True)).prepare(work[0][0], [64, 23])
+        CapturedStep(model, optimizer, tally, Execution(capture=True)).prepare(*work[0], [64, 23])
         assert torch.equal(torch.cuda.get_rng_state(), random)
         torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
         assert tally.losses.tolist() == [0.0] * 4

@@ -488,8 +488,8 @@ def detached(num_classes: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("pair", r"it gives tuple for two images, not a tensor of shape \(2, 10\)"),
-        ("narrow", r"it gives \(2, 9\) for two images"),
+        ("pair", r"it gives tuple for two examples, not a tensor of shape \(2, 10\)"),
+        ("narrow", r"it gives \(2, 9\) for two examples"),
         ("faulty", "KeyError: 'no such layer'"),
         ("faulty_in_training", "KeyError: 'no such layer'"),
         ("detached", "RuntimeError: element 0 of tensors does not require grad"),

@@ -376,7 +376,7 @@ def test_weights_depend_on_torchs_seed_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_listed_name_builds_with_the_asked_for_classes(name: str) -> None:
-    assert list(on_meta(partial(build, name, 7)).parameters())[-1].shape == (7,)
+    assert list(on_meta(partial(build, name, 7)).parameters())[-1].shape[0] == 7
 
 
 def test_wide_resnets_of_any_size_build_by_name() -> None:

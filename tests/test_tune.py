@@ -279,7 +279,7 @@ def test_a_slip_in_a_users_network_is_told_in_one_line(tuned: list[str], monkeyp
     result = call(*tuned, "--model", "slip_of_a_user:Net")
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
-    assert "model='slip_of_a_user:Net' does not fit data='digits', whose images have shape (1, 8, 8)" in line
+    assert "model='slip_of_a_user:Net' does not fit data='digits', whose examples have shape (1, 8, 8)" in line
     assert "'Net' object has no attribute 'layers'" in line
 
 

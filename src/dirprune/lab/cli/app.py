@@ -55,6 +55,8 @@ app = typer.Typer(
 class OptimizerName(str, Enum):
     grda = "grda"
     sgd = "sgd"
+    adamgrda = "adamgrda"
+    adamw = "adamw"
 
 
 class DownloadName(str, Enum):
@@ -95,7 +97,10 @@ def main(
 @app.command()
 def train(
     recipe: RecipeArgument,
-    optimizer: Annotated[OptimizerName | None, typer.Option(help="gRDA, or dense SGD.", show_default="grda")] = None,
+    optimizer: Annotated[
+        OptimizerName | None,
+        typer.Option(help="Sparse: grda, adamgrda. Dense: sgd, adamw.", show_default="the recipe's"),
+    ] = None,
     sparsity: Annotated[
         float | None,
         typer.Option(help="The share of zeros to end with, met exactly by gRDA; in place of --c and --mu."),
@@ -153,12 +158,15 @@ def train(
     with clear_errors():
         from dirprune.lab.cli.follow import device_of, follow
         from dirprune.lab.training import recipes, runs
+        from dirprune.lab.training.optimizers import OPTIMIZERS
         from dirprune.lab.training.recipe import changed
 
-        wanted = optimizer.value if optimizer else None
+        base = recipes.find(recipe)
+        kind = OPTIMIZERS[optimizer.value if optimizer else base.optimizer.name]
+        to_target = sparsity is not None and (optimizer is None or kind.knob)
         chosen = changed(
-            recipes.find(recipe),
-            optimizer="grda-target" if sparsity is not None and wanted != "sgd" else wanted,
+            base,
+            optimizer=kind.targeted if to_target else optimizer and optimizer.value,
             sparsity=sparsity,
             c=c,
             mu=mu,

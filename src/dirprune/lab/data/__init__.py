@@ -60,7 +60,16 @@ class Loaders:
     test: Loader
     validation: Loader | None
     classes: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
+    answers: tuple[int, ...] = ()
+    """The shape of an example's targets; empty for one class per image."""
+    dtype: torch.dtype = torch.float32
+    fingerprint: str = ""
+    """A checksum of the data, where they are not the same everywhere."""
+
+    def example(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        """Return inputs that are all zero."""
+        return torch.zeros(count, *self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)

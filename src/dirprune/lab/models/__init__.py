@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from dirprune.lab import own
+from dirprune.lab.models.gpt import gpt
 from dirprune.lab.models.resnet import resnet18, resnet50
 from dirprune.lab.models.small import small
 from dirprune.lab.models.vgg import vgg16
 from dirprune.lab.models.wide_resnet import wide_resnet
 from dirprune.lab.names import unknown
 
-__all__ = ["NAMES", "build", "resnet18", "resnet50", "small", "vgg16", "wide_resnet"]
+__all__ = ["NAMES", "build", "gpt", "resnet18", "resnet50", "small", "vgg16", "wide_resnet"]
 
 _BUILDERS: dict[str, Callable[[int], nn.Module]] = {
     "resnet18": resnet18,
@@ -25,7 +26,7 @@ _BUILDERS: dict[str, Callable[[int], nn.Module]] = {
     "small": small,
     "vgg16": vgg16,
 }
-NAMES = (*_BUILDERS, "wrn28x10")
+NAMES = (*_BUILDERS, "wrn28x10", "gpt64x2")
 OF_DEVICE = tuple(getattr(torch, name) for name in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, name))
 """Errors of the device, for which no network is to blame; torch 2.6 has only the first."""
 
@@ -35,10 +36,10 @@ def build(name: str, classes: int) -> nn.Module:
 
     Args:
         name: ``"vgg16"``, ``"wrn28x10"`` (any ``"wrn{depth}x{width}"``), ``"resnet50"``, ``"resnet18"`` (the CIFAR
-            stem), ``"small"``; or ``"package.module:callable"`` for your own, which may be in the current folder. It
-            gets the number of classes as ``num_classes`` or ``classes``, whichever it names (``num_classes`` if it
-            takes any keyword, as torchvision's and timm's do), and no argument if it takes neither. Such a name is
-            imported and called only after `dirprune.lab.trust.allow`.
+            stem), ``"small"``, ``"gpt64x2"`` (any ``"gpt{width}x{depth}"``); or ``"package.module:callable"`` for your
+            own, which may be in the current folder. It gets the number of classes as ``num_classes`` or ``classes``,
+            whichever it names (``num_classes`` if it takes any keyword, as torchvision's and timm's do), and no
+            argument if it takes neither. Such a name is imported and called only after `dirprune.lab.trust.allow`.
         classes: number of outputs, at least 1.
 
     Example:
@@ -53,7 +54,11 @@ def build(name: str, classes: int) -> nn.Module:
         return _BUILDERS[name](classes)
     if wrn := re.fullmatch(r"wrn(\d+)x(\d+)", name):
         return wide_resnet(int(wrn[1]), int(wrn[2]), classes)
-    raise unknown("model", name, NAMES, " (any wrn<depth>x<width>), or your own as package.module:callable")
+    if shape := re.fullmatch(r"gpt(\d+)x(\d+)", name):
+        return gpt(int(shape[1]), int(shape[2]), classes)
+    raise unknown(
+        "model", name, NAMES, " (any wrn<depth>x<width> or gpt<width>x<depth>), or your own as package.module:callable"
+    )
 
 
 def _build_own(spec: str, classes: int) -> nn.Module:

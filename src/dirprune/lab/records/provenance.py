@@ -25,7 +25,8 @@ from dirprune.lab.records.files import read_json, write_json
 class Session:
     """The circumstances of a session; what an old one did not record is empty.
 
-    ``data`` is the folder of the data sets, ``examples`` the number of training examples.
+    ``data`` is the folder of the data sets, ``examples`` the number of training examples. ``fingerprint`` is a checksum
+    of data that are not the same everywhere.
     """
 
     time: str = ""
@@ -40,6 +41,7 @@ class Session:
     processes: Number | None = None
     data: str = ""
     examples: Count | None = None
+    fingerprint: str = ""
 
 
 class DamagedSessions(UserWarning):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dirprune.lab.tasks.images import Images
+from dirprune.lab.tasks.text import Text
 
-__all__ = ["TASKS", "Images"]
+__all__ = ["TASKS", "Images", "Task", "Text"]
 
-TASKS = {task.name: task for task in (Images,)}
+Task = Images | Text
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Images, Text)}
 """The tasks by the names that files give them."""

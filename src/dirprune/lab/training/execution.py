@@ -27,7 +27,9 @@ Penalty = Callable[[], "Tensor | None"]
 
 
 Scoring = Callable[[Tensor, Tensor], Tensor]
-"""Maps a batch (inputs, targets) to the sum of its losses and its number of correct answers, in float64."""
+"""Maps a batch (inputs, targets) to the sum of its losses and its number of correct answers, in float64.
+
+An example with several targets counts as one, with their mean."""
 
 
 def no_penalty() -> None:
@@ -102,7 +104,7 @@ class PlainScoring:
             logits = self.forward(inputs.to(memory_format=self.execution.memory_format)).float()
         loss = cross_entropy(logits, targets, reduction="sum")
         right = (logits.argmax(1) == targets).sum()
-        return torch.stack([loss.double(), right.double()])
+        return torch.stack([loss.double(), right.double()]) / max(targets[:1].numel(), 1)
 
 
 class Tally:
@@ -119,7 +121,8 @@ class Tally:
 
     def add(self, loss: Tensor, logits: Tensor, targets: Tensor) -> None:
         self.losses.index_copy_(0, self._position, loss.detach().float().view(1))
-        self.correct.index_copy_(0, self._position, (logits.detach().argmax(1) == targets).sum().float().view(1))
+        right = (logits.detach().argmax(1) == targets).sum().float() / max(targets[:1].numel(), 1)
+        self.correct.index_copy_(0, self._position, right.view(1))
         self._position += 1
 
 
@@ -149,7 +152,7 @@ class PlainStep:
         with self.execution.autocast(inputs.device):
             logits = self.forward(inputs.to(memory_format=self.execution.memory_format))
             total = cross_entropy(logits.float(), targets, reduction="sum")
-        loss = total / max(len(targets), 1)
+        loss = total / max(targets.numel(), 1)
         objective = loss if scale == 1.0 else loss * scale
         penalty = self.penalty()
         (objective if penalty is None else objective + penalty).backward()  # type: ignore[no-untyped-call]
@@ -181,7 +184,7 @@ class CapturedStep:
         )
         self._latest: object = None
 
-    def prepare(self, inputs: Tensor, sizes: Iterable[int]) -> None:
+    def prepare(self, inputs: Tensor, targets: Tensor, sizes: Iterable[int]) -> None:
         """Capture a graph for each batch size; weights, buffers, optimizer state and random state are put back."""
         # gRDA's accumulators start at the weights; all other state of an optimizer starts at zero.
         begin = getattr(self.optimizer, "begin", lambda p, group: None)
@@ -193,8 +196,8 @@ class CapturedStep:
         for number, size in enumerate(sizes):
             # Only the common batch size is worth compiling for; the short last batch of an epoch runs uncompiled.
             self._plain.forward = execution.compiled(model) if number == 0 else model
-            targets = torch.zeros(size, dtype=torch.int64, device=inputs.device)
-            self._replay.prepare(inputs[:1].expand(size, *inputs.shape[1:]).contiguous(), targets)
+            alike = [part[:1].expand(size, *part.shape[1:]).contiguous() for part in (inputs, targets)]
+            self._replay.prepare(*alike)
         self.tally.reset()
 
     def _step(self, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor | None]]:
@@ -235,6 +238,6 @@ def make_step(
             penalty = execution.compiled(penalty)
     if parallel is model and execution.captures(tally.losses.device):
         captured = CapturedStep(model, optimizer, tally, execution, penalty)
-        captured.prepare(next(iter(batches))[0], sizes)
+        captured.prepare(*next(iter(batches)), sizes)
         return captured
     return PlainStep(execution.compiled(parallel), optimizer, tally, execution, penalty)

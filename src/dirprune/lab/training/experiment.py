@@ -130,7 +130,8 @@ def _conduct(run: Run, here: Surroundings) -> Iterator[EpochRecord]:
     if process.is_first:
         checkpoint.set_aside(run.checkpoints, after=done)
         run.rewind(done)
-        run.note_session(device, process.world_size, here.root, parts.loaders.train.examples)
+        loaders = parts.loaders
+        run.note_session(device, process.world_size, here.root, loaders.train.examples, loaders.fingerprint)
         if found is None:
             _save(run, 0, parts, method)
     if done == recipe.epochs:
@@ -211,8 +212,7 @@ def _shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
 
 def _zeros(parts: Parts, device: torch.device) -> SparsityReport:
     """Return the zeros of the model, with the multiplications of each layer."""
-    images = torch.zeros(2, *parts.loaders.shape, device=device)
-    return sparsity(parts.model, cost=macs(parts.model, images))
+    return sparsity(parts.model, cost=macs(parts.model, parts.loaders.example(2, device)))
 
 
 def _go_back(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoint.State] | None) -> int:
@@ -254,14 +254,14 @@ def _peak_memory(device: torch.device) -> float | None:
 
 
 def check_fit(recipe: Recipe, parts: Parts, device: torch.device) -> None:
-    """Raise unless the network maps two images to one number per class, in both modes, and can be differentiated.
+    """Raise unless the network maps two examples to one number per class, in both modes, and can be differentiated.
 
     This runs before anything is written. Weights, gradients, buffers and random state are restored.
     """
     model, execution, shape = parts.model, recipe.execution(device.type), tuple(parts.loaders.shape)
-    what = f"model={recipe.model!r} does not fit data={recipe.task.data!r}, whose images have shape {shape}"
-    inputs = torch.zeros(2, *shape, device=device).to(memory_format=execution.memory_format)
-    expected = (2, parts.loaders.classes)
+    what = f"model={recipe.model!r} does not fit data={recipe.task.data!r}, whose examples have shape {shape}"
+    inputs = parts.loaders.example(2, device).to(memory_format=execution.memory_format)
+    expected = (2, parts.loaders.classes, *parts.loaders.answers)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         for mode in (False, True):
@@ -269,7 +269,7 @@ def check_fit(recipe: Recipe, parts: Parts, device: torch.device) -> None:
                 outputs = model.train(mode)(inputs)
             if not isinstance(outputs, Tensor) or outputs.shape != expected:
                 gives = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-                raise ValueError(f"it gives {gives} for two images, not a tensor of shape {expected}")
+                raise ValueError(f"it gives {gives} for two examples, not a tensor of shape {expected}")
         outputs.float().logsumexp(1).sum().backward()
     except models.OF_DEVICE:
         raise

@@ -7,42 +7,37 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
-from torch.optim import SGD
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
 
-from dirprune import GRDA, prunable_groups
+from dirprune import GRDA, AdamGRDA, prunable_groups
 from dirprune.lab.names import unknown
-from dirprune.lab.ranges import BELOW_ONE, BETWEEN, NOT_NEGATIVE, POSITIVE, UP_TO_ONE, BadValue, check
+from dirprune.lab.ranges import BELOW_ONE, BETWEEN, FRACTION, NOT_NEGATIVE, POSITIVE, UP_TO_ONE, BadValue, check
 from dirprune.lab.records.columns import plain, types
 
 
 @dataclass(frozen=True)
-class Sgd:
-    """Dense training, the reference for all that prunes: w ← w − γ ∇f(w), with the options of torch's SGD.
+class OptimizerSpec:
+    """An optimizer as a part of a recipe.
 
-    Class attributes, also of the optimizers that follow: ``name`` is what users type, ``label`` and ``title`` what
-    tables and figures show, ``cost`` what it needs besides the epochs that all have, ``decides`` the options on which
-    the sparsity depends, and ``knob`` the one to vary, None if nothing is pruned.
-    ``can_be_captured`` says whether a CUDA graph may repeat its step.
+    ``name`` is what users type, ``label`` and ``title`` what tables and figures show, ``cost`` what it needs besides
+    the epochs that all have, ``decides`` the options on which the sparsity depends, and ``knob`` the one to vary, None
+    if nothing is pruned. ``dense`` names the optimizer that does the same without pruning, ``targeted`` the one that
+    meets a target. ``can_be_captured`` says whether a CUDA graph may repeat its step.
     """
 
-    name: ClassVar[str] = "sgd"
-    label: ClassVar[str] = "SGD"
-    title: ClassVar[str] = "SGD (dense)"
+    name: ClassVar[str]
+    label: ClassVar[str]
+    title: ClassVar[str]
     cost: ClassVar[str] = "nothing: it does not prune"
     decides: ClassVar[tuple[str, ...]] = ()
     knob: ClassVar[str | None] = None
+    dense: ClassVar[str]
+    targeted: ClassVar[str]
     can_be_captured: ClassVar[bool] = True
 
-    lr: float = 0.1
-    momentum: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        check(vars(self), lr=POSITIVE, momentum=BELOW_ONE, weight_decay=NOT_NEGATIVE)
-        if self.nesterov and not self.momentum:
-            raise BadValue("nesterov", self.nesterov, "it needs a momentum, e.g. 0.9")
+    lr: float
+    weight_decay: float
 
     @property
     def value(self) -> float | None:
@@ -63,7 +58,7 @@ class Sgd:
     @property
     def effective_lr(self) -> float:
         """The rate of a long run of equal gradients."""
-        return self.lr / (1 - self.momentum)
+        return self.lr
 
     def make(
         self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
@@ -75,6 +70,36 @@ class Sgd:
             captured_on: the device on which steps are captured, if they are; the learning rate then lies there.
             steps: the length of the whole training.
         """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Sgd(OptimizerSpec):
+    """Dense training, the reference for all that prunes: w ← w − γ ∇f(w), with the options of torch's SGD."""
+
+    name: ClassVar[str] = "sgd"
+    label: ClassVar[str] = "SGD"
+    title: ClassVar[str] = "SGD (dense)"
+    dense: ClassVar[str] = "sgd"
+    targeted: ClassVar[str] = "grda-target"
+
+    lr: float = 0.1
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(vars(self), lr=POSITIVE, momentum=BELOW_ONE, weight_decay=NOT_NEGATIVE)
+        if self.nesterov and not self.momentum:
+            raise BadValue("nesterov", self.nesterov, "it needs a momentum, e.g. 0.9")
+
+    @property
+    def effective_lr(self) -> float:
+        return self.lr / (1 - self.momentum)
+
+    def make(
+        self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
+    ) -> torch.optim.Optimizer:
         lr = self.lr if captured_on is None else torch.tensor(self.lr, device=captured_on)
         return SGD(model.parameters(), lr=lr, fused=True if captured_on else None, **self._inertia())
 
@@ -174,10 +199,86 @@ class TargetGrda(Sgd):
         return GRDA(groups, lr=self.lr, target=self.sparsity, steps=steps, **self._inertia())
 
 
-OPTIMIZERS: dict[str, type[Sgd]] = {kind.name: kind for kind in (Grda, TargetGrda, Sgd, Rda)}
+@dataclass(frozen=True)
+class Adamw(OptimizerSpec):
+    """Dense training with torch's AdamW; gradients are clipped to norm ``clip``, unless it is 0."""
+
+    name: ClassVar[str] = "adamw"
+    label: ClassVar[str] = "AdamW"
+    title: ClassVar[str] = "AdamW (dense)"
+    dense: ClassVar[str] = "adamw"
+    targeted: ClassVar[str] = "adamgrda"
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        check(vars(self), lr=POSITIVE, beta1=BELOW_ONE, beta2=BELOW_ONE, weight_decay=NOT_NEGATIVE, clip=NOT_NEGATIVE)
+
+    def make(
+        self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
+    ) -> torch.optim.Optimizer:
+        on_device = captured_on is not None
+        lr = torch.tensor(self.lr, device=captured_on) if on_device else self.lr
+        fused = next(model.parameters()).is_cuda
+        return self._clipped(AdamW(model.parameters(), lr=lr, fused=fused, capturable=on_device, **self._moments()))
+
+    def _moments(self) -> dict[str, Any]:
+        return {"betas": (self.beta1, self.beta2), "weight_decay": self.weight_decay}
+
+    def _clipped(self, made: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        if self.clip:
+            parameters = [p for group in made.param_groups for p in group["params"]]
+            made.register_step_pre_hook(lambda *_: _clip(parameters, self.clip))
+        return made
 
 
-def optimizer(name: str, **options: Any) -> Sgd:
+def _clip(parameters: list[Tensor], norm: float) -> None:
+    nn.utils.clip_grad_norm_(parameters, norm)
+
+
+@dataclass(frozen=True)
+class TargetAdamGrda(Adamw):
+    """AdamGRDA that ends with exactly this share of zeros among the weights that are not exempt."""
+
+    name: ClassVar[str] = "adamgrda"
+    label: ClassVar[str] = "AdamGRDA"
+    title: ClassVar[str] = "AdamGRDA"
+    cost: ClassVar[str] = TargetGrda.cost
+    decides: ClassVar[tuple[str, ...]] = ("sparsity",)
+    knob: ClassVar[str | None] = "sparsity"
+    can_be_captured: ClassVar[bool] = False
+
+    sparsity: float = 0.9
+    power: float = 0.0
+    shape: str = "soft"
+    prune_until: float = 0.25
+    fix_at: float = 0.8
+    exempt: tuple[str, ...] = ("bias", "norm")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(vars(self), sparsity=BETWEEN, power=FRACTION, prune_until=UP_TO_ONE, fix_at=UP_TO_ONE)
+        object.__setattr__(self, "exempt", tuple(self.exempt))
+
+    def make(
+        self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
+    ) -> torch.optim.Optimizer:
+        plan = {"target": self.sparsity, "steps": steps, "prune_until": self.prune_until, "fix_at": self.fix_at}
+        groups = prunable_groups(model, exempt=self.exempt)
+        made = AdamGRDA(groups, lr=self.lr, power=self.power, shape=self.shape, **plan, **self._moments())  # type: ignore[arg-type]
+        return self._clipped(made)
+
+
+OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
+    kind.name: kind for kind in (Grda, TargetGrda, Sgd, Rda, TargetAdamGrda, Adamw)
+}
+
+
+def optimizer(name: str, **options: Any) -> OptimizerSpec:
     """Return the optimizer called ``name`` with these options; raise if it does not take one of them.
 
     >>> optimizer("grda", lr=0.2, c=1e-3).setting
@@ -192,7 +293,7 @@ def optimizer(name: str, **options: Any) -> Sgd:
     return OPTIMIZERS[name](**options)
 
 
-def as_known(name: str, **options: Any) -> Sgd:
+def as_known(name: str, **options: Any) -> OptimizerSpec:
     """Return the optimizer that a file describes; an option that decides the sparsity and is not there stays unknown.
 
     >>> as_known("grda", c=1e-3).setting

@@ -13,9 +13,9 @@ from dirprune.lab import trust
 from dirprune.lab.methods import MethodSpec
 from dirprune.lab.ranges import COUNT, SEED, BadValue, check
 from dirprune.lab.records.columns import plain, record, types
-from dirprune.lab.tasks import TASKS, Images
+from dirprune.lab.tasks import TASKS, Images, Task
 from dirprune.lab.training.execution import Execution
-from dirprune.lab.training.optimizers import OPTIMIZERS, Grda, Sgd, as_known, optimizer
+from dirprune.lab.training.optimizers import OPTIMIZERS, Grda, OptimizerSpec, as_known, optimizer
 from dirprune.lab.training.schedules import Schedule
 
 PLAIN = Execution(channels_last=True)  # the fastest format for convolutions on a CPU, too
@@ -37,10 +37,10 @@ class Recipe:
     """
 
     name: str
-    task: Images
+    task: Task
     model: str
     epochs: int
-    optimizer: Sgd = field(default_factory=Grda)
+    optimizer: OptimizerSpec = field(default_factory=Grda)
     method: MethodSpec | None = None
     schedule: Schedule = field(default_factory=Schedule)
     batch_size: int = 128
@@ -57,11 +57,15 @@ class Recipe:
         object.__setattr__(self, "keep", tuple(self.keep))
         if not all(epoch >= 0 for epoch in self.keep):
             raise BadValue("keep", self.keep, "epochs are numbered from 0, the initial weights")
-        for name, kind in (("task", Images), ("optimizer", Sgd), ("method", MethodSpec | None)):
+        for name, kind in (("task", Task), ("optimizer", OptimizerSpec), ("method", MethodSpec | None)):
             if not isinstance(value := getattr(self, name), kind):
                 raise BadValue(name, value, "give a part of a recipe, e.g. Images('digits'), Grda(c=1e-3)")
         if self.method and self.optimizer.knob:
-            raise BadValue("optimizer", self.optimizer.name, f"{self.method.name} prunes by itself; train with sgd")
+            raise BadValue(
+                "optimizer",
+                self.optimizer.name,
+                f"{self.method.name} prunes by itself; train with {self.optimizer.dense}",
+            )
 
     def execution(self, device_type: str) -> Execution:
         """Return how steps run on this kind of device."""
@@ -69,7 +73,7 @@ class Recipe:
         return chosen if self.optimizer.can_be_captured else replace(chosen, capture=False)
 
     @property
-    def pruner(self) -> Sgd | MethodSpec:
+    def pruner(self) -> OptimizerSpec | MethodSpec:
         """What prunes: the method, or the optimizer if there is none."""
         return self.method or self.optimizer
 
@@ -108,7 +112,7 @@ class Recipe:
 
         >>> from dirprune.lab.training.recipes import get
         >>> get("digits").but(optimizer="sgd", lr=0.2).optimizer
-        Sgd(lr=0.2, momentum=0.0, nesterov=False, weight_decay=0.0)
+        Sgd(lr=0.2, weight_decay=0.0, momentum=0.0, nesterov=False)
         """
         if isinstance(schedule := changes.get("schedule"), str):
             changes["schedule"] = Schedule.of(schedule)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dirprune.lab.names import unknown
-from dirprune.lab.tasks import Images
+from dirprune.lab.tasks import Images, Text
 from dirprune.lab.training.execution import Execution
-from dirprune.lab.training.optimizers import Grda
+from dirprune.lab.training.optimizers import Grda, TargetAdamGrda
 from dirprune.lab.training.recipe import Recipe, differing
 from dirprune.lab.training.schedules import Schedule
 
@@ -264,4 +264,34 @@ def digits_modern() -> Recipe:
 def digits_short() -> Recipe:
     return digits().but(
         name="digits-short", about="the digits recipe for 5 epochs: a second on a CPU", epochs=5, c=0.02
+    )
+
+
+@recipe
+def gpt_python() -> Recipe:
+    return Recipe(
+        name="gpt-python",
+        about="a GPT of .15 million parameters on the bytes of Python's standard library: half a minute on a CPU",
+        task=Text(),
+        model="gpt64x2",
+        epochs=12,
+        optimizer=TargetAdamGrda(lr=8e-3, exempt=("bias", "norm", "tokens.*", "positions.*")),
+        batch_size=16,
+        schedule=Schedule("cosine", warmup=0.6),
+        cpu=Execution(threads=1),
+        cuda=Execution(precision="bfloat16", compile=True, capture=True),
+    )
+
+
+@recipe
+def gpt_python_10m() -> Recipe:
+    return gpt_python().but(
+        name="gpt-python-10m",
+        about="a GPT of 11 million parameters on the same text, for a GPU",
+        model="gpt384x6",
+        context=256,
+        windows=32_000,
+        epochs=10,
+        batch_size=64,
+        lr=2e-3,
     )

@@ -211,13 +211,25 @@ class Run:
         with suppress(ValueError):  # the data may be found without it
             sessions = self.sessions()
         noted = sessions[-1].data if sessions else ""
-        return Path(noted) if noted and Path(noted).is_dir() else None
+        return Path(noted) if noted and Path(noted).exists() else None
 
-    def note_session(self, device: torch.device, world_size: int, root: Path | None, examples: int) -> None:
-        """Add this session to environment.json, with the data folder and the number of training examples."""
+    def note_session(
+        self, device: torch.device, world_size: int, root: Path | None, examples: int, fingerprint: str = ""
+    ) -> None:
+        """Add this session to environment.json, with the data folder and the number of training examples.
+
+        Raises a ValueError if an earlier session had data with another fingerprint.
+        """
+        if fingerprint and any(each.fingerprint not in ("", fingerprint) for each in self.sessions()):
+            raise ValueError(
+                f"{self.folder} was trained on another text; continue with the Python or the --data of its "
+                "environment.json, or train a new run"
+            )
         told = root is not None or self.recipe.task.data in ON_DISK
         where = str(data_root(root).resolve()) if told else ""
-        made = replace(provenance.environment(device, world_size), data=where, examples=examples)
+        made = replace(
+            provenance.environment(device, world_size), data=where, examples=examples, fingerprint=fingerprint
+        )
         provenance.note_session(self.folder, made)
 
 

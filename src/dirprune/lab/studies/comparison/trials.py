@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dirprune.lab.methods import METHODS, Method, MethodSpec, Variant
 from dirprune.lab.names import unknown
 from dirprune.lab.training import recipes
-from dirprune.lab.training.optimizers import OPTIMIZERS, Grda, Sgd
+from dirprune.lab.training.optimizers import OPTIMIZERS, Grda, OptimizerSpec
 from dirprune.lab.training.recipe import Recipe
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)
@@ -27,20 +27,20 @@ FASTEST = 0.01
 """The largest fraction of STR's s that decays in one step. With 0.04, networks were destroyed before they learned."""
 
 
-CONTESTANTS: Mapping[str, type[Sgd] | Variant] = {**OPTIMIZERS, **METHODS}
+CONTESTANTS: Mapping[str, type[OptimizerSpec] | Variant] = {**OPTIMIZERS, **METHODS}
 """What takes part in a comparison: every optimizer and method, by the name that users type."""
 
 DEFAULT = tuple(name for name in CONTESTANTS if name not in METHODS or not METHODS[name].fixed)
 
 
-def contestant(name: str) -> type[Sgd] | Variant:
+def contestant(name: str) -> type[OptimizerSpec] | Variant:
     """Return the contestant called ``name``; if there is none, raise an error that lists the known names."""
     if name in CONTESTANTS:
         return CONTESTANTS[name]
     raise unknown("method", name, CONTESTANTS)
 
 
-def known_as(name: str) -> type[Sgd] | Variant:
+def known_as(name: str) -> type[OptimizerSpec] | Variant:
     """Return the contestant called ``name``, or a placeholder for a name that occurs only in an old table."""
     return CONTESTANTS.get(name) or Variant(Method, name, "unknown")
 
@@ -54,7 +54,7 @@ def enter(recipe: Recipe, name: str, value: float | None) -> Recipe:
     knob = contestant(name).knob
     options = {} if knob is None or value is None else {knob: value}
     if name in METHODS:
-        return recipe.but(optimizer="sgd", method=MethodSpec.of(name, **options))
+        return recipe.but(optimizer=recipe.optimizer.dense, method=MethodSpec.of(name, **options))
     return recipe.but(optimizer=name, method=None, **options)
 
 
