@@ -259,6 +259,9 @@ def made(**options: Any) -> GRDA:
         (lambda: made(target=0.5, steps=5, c=0.1), r"c=0\.1 and target=0\.5 exclude each other"),
         (lambda: made(target=0.5, steps=5, prune_from=0.8), r"prune_from=0\.8 and prune_until=0\.7"),
         (lambda: made(target=0.5, steps=5, prune_until=1.1), r"prune_until=1\.1"),
+        (lambda: made(target=0.5, steps=5, ramp="linear"), "ramp='linear' is not known; take one of geometric, cubic"),
+        (lambda: made(c=0.1, decay="both"), "decay='both' is not known"),
+        (lambda: made(c=0.1, rescale=True, fused=True), "fused=True knows neither rescale=True"),
         (lambda: made(c=0.1, shape="firm"), "shape='firm' is not known; take one of soft, garrote, hard"),
         (lambda: made(c=0.1).plan(steps=5), "steps=5 are planned for a target, and there is none"),
         (lambda: made(c=0.1).progress(), "progress is that of a target, and there is none"),
@@ -417,3 +420,68 @@ def test_c_max_is_where_the_last_weight_that_stands_still_becomes_zero(momentum:
 def test_costs_that_are_none_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prunable_groups(nn.Sequential(nn.Linear(2, 2)), **options)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_with_four_options_set_it_is_st3(path: dict[str, Any]) -> None:
+    """Vanderschueren and De Vleeschouwer (WACV 2023): straight-through gradients to raw weights, which decay and are
+    soft-thresholded and rescaled by channel in the forward pass; zeros come by a cubic plan and are free until the end.
+    """
+    steps, lr, decay, momentum = 60, 0.05, 0.01, 0.9
+    model, twin = Convolutional().double(), Convolutional().double()
+    optimizer = GRDA(
+        groups(model),
+        lr=lr,
+        momentum=momentum,
+        weight_decay=decay,
+        target=0.8,
+        steps=steps,
+        prune_from=0.05,
+        prune_until=0.5,
+        ramp="cubic",
+        fix_at=1.0,
+        rescale=True,
+        decay="accumulator",
+        **path,
+    )
+    raw = {p: p.detach().clone().requires_grad_() for p in twin.parameters()}
+    sgd = torch.optim.SGD(raw.values(), lr=lr, momentum=momentum, weight_decay=decay)
+    for step in range(steps - 1):
+        inputs = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(step)).double()
+        for network in (model, twin):
+            network.zero_grad()
+            (network(inputs) - inputs.flatten(1)[:, :16]).square().mean().backward()
+        optimizer.step()
+        tau = float(optimizer.state[model[0].weight]["threshold"])
+        for p, v in raw.items():
+            v.grad = p.grad
+        sgd.step()
+        with torch.no_grad():
+            for p, v in raw.items():
+                p.copy_(v)
+                if v.dim() > 1:
+                    left = v.sign() * (v.abs() - tau).clamp(min=0)
+                    for channel, (kept, whole) in enumerate(zip(left, v, strict=True)):
+                        p[channel] = kept * whole.abs().mean() / kept.abs().mean() if kept.any() else 0.0
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
+        u = min(max((step + 1 - 3) / (30 - 3), 0.0), 1.0)
+        assert optimizer.defaults["plan"].share(step + 1) == pytest.approx(0.8 * (1 - (1 - u) ** 3))
+    assert optimizer.progress().share == pytest.approx(0.8, abs=0.1)
+    optimizer.step()
+    assert optimizer.progress().zeros == round(0.8 * optimizer.progress().weights)
+
+
+def test_weights_that_others_write_are_adopted_through_the_rescaling() -> None:
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(5, 40, dtype=torch.float64))
+    optimizer = GRDA([p], lr=1e-9, c=1.0, rescale=True)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.state[p]["threshold"].fill_(0.4)
+    with torch.no_grad():
+        p.copy_(torch.randn(5, 40).relu() + 0.5 * (torch.rand(5, 40) > 0.5))
+        written = p.clone()
+    optimizer.param_groups[0]["c"] = 0.0
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), written)

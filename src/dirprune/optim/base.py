@@ -209,7 +209,8 @@ class Thresholded(Optimizer):
             for p, old, new in zip_longest(params, before[: len(params)], now):
                 if old != new and "accumulator" in self.state.get(p, ()):
                     scales = self._scales() if scales is None else scales
-                    adopt_weights(p, self.state[p], group["shape"], scales.get(p, 1.0))
+                    rescale = group.get("rescale", False)
+                    adopt_weights(p, self.state[p], group["shape"], scales.get(p, 1.0), rescale=rescale)
 
     def _thresholded(self) -> list[tuple[Tensor, dict[str, Any], float, float]]:
         """Return (parameter, group, scale, cost) of all weights that are thresholded."""
@@ -274,10 +275,10 @@ class Thresholded(Optimizer):
             self._thresholded(), members, zeros.masks, zeros.bounds.unbind(), strict=True
         ):
             tau = torch.where(bound < zeros.top, bound, plan.threshold.to(bound)) * m.scale
-            fix_zeros(p, self.state[p], mask, tau, group["shape"])
+            fix_zeros(p, self.state[p], mask, tau, group["shape"], rescale=group.get("rescale", False))
 
 
-def planned(target: float | None, steps: int | None, c: float | None, of: str, **phases: float | None) -> Plan | None:
+def planned(target: float | None, steps: int | None, c: float | None, of: str, **phases: Any) -> Plan | None:
     """Return the plan of a target, or None without one; c and a target exclude each other."""
     if target is None:
         if steps is not None:
@@ -285,7 +286,7 @@ def planned(target: float | None, steps: int | None, c: float | None, of: str, *
         return None
     if c is not None:
         raise ValueError(f"c={c} and target={target} exclude each other: the target finds c by itself; give one")
-    return Plan(target, steps, of, **phases)  # type: ignore[arg-type]
+    return Plan(target, steps, of, **phases)
 
 
 def count_zeros(member: Member) -> int:

@@ -55,8 +55,12 @@ class GRDA(Thresholded):
         mu: how fast the threshold grows, 0 < μ ≤ 1; the theory asks for (0.5, 1), published runs used 0.4 to 0.85.
         momentum, nesterov, weight_decay, maximize: as in `torch.optim.SGD`; they act on the gradient before it enters
             the accumulator.
+        ramp: how the zeros of a target come: ``"geometric"`` (the share that is left falls geometrically) or
+            ``"cubic"`` (the share of zeros grows as 1 − (1 − u)³, u the part of the phase that has passed).
         shape: what the threshold leaves of a larger v: ``"soft"`` v ∓ τ as in the paper, ``"garrote"`` v − τ²/v, or
             ``"hard"`` v itself. The zeros are the same; large weights are shrunk less.
+        rescale: scale the thresholded weights of each output channel so that the mean of |w| is that of |v|.
+        decay: what weight decay acts on, the ``"weights"`` or the ``"accumulator"``.
         foreach, fused: force or forbid a path; by default the fastest for the device (CUDA: fused, else foreach; CPU:
             one tensor at a time).
         capturable: keep ``lr``, step and threshold on the device, so that `step` can be captured in a CUDA graph.
@@ -91,7 +95,10 @@ class GRDA(Thresholded):
         prune_from: float = 0.1,
         prune_until: float = 0.7,
         fix_at: float | None = None,
+        ramp: str = "geometric",
         shape: str = "soft",
+        rescale: bool = False,
+        decay: str = "weights",
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
@@ -102,7 +109,7 @@ class GRDA(Thresholded):
                 f"GRDA(params, {lr}, {given}) leaves open what {given} is; if it is the momentum, as in SGD, write "
                 f"GRDA(params, lr={lr}, momentum={given}); if it is the pruning strength, write c={given}"
             )
-        plan = planned(target, steps, c, of, prune_from=prune_from, prune_until=prune_until, fix_at=fix_at)
+        plan = planned(target, steps, c, of, prune_from=prune_from, prune_until=prune_until, fix_at=fix_at, ramp=ramp)
         defaults = {
             "lr": lr,
             "c": (5e-4 if c is None else c) if plan is None else 1.0,
@@ -112,6 +119,8 @@ class GRDA(Thresholded):
             "weight_decay": weight_decay,
             "maximize": maximize,
             "shape": shape,
+            "rescale": rescale,
+            "decay": decay,
             "plan": plan,
             "scale": 1.0,
             "cost": 1.0,

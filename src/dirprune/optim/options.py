@@ -15,7 +15,7 @@ from dirprune.optim.threshold import SHAPES
 
 MACHINE = ("foreach", "fused", "capturable")
 """Options that say how a step is executed on this machine."""
-MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize", "shape")
+MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize", "shape", "rescale", "decay")
 """Options that say what a step computes."""
 _NUMBERS = {
     "lr": 0.1,
@@ -44,7 +44,7 @@ def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
         if not isinstance(value, Real):
             raise ValueError(f"{name}={value!r} is not a number; give one, e.g. {name}={example:g}")
         options[name] = number(value)  # a numpy number or a Fraction could not be saved with the state
-    for name in {"nesterov", "maximize"} & options.keys():
+    for name in {"nesterov", "maximize", "rescale"} & options.keys():
         if not isinstance(options[name], int):
             raise ValueError(f"{name}={options[name]!r} is neither True nor False")
     lr = options["lr"]
@@ -82,6 +82,10 @@ def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
         raise ValueError(
             f"c={c} has no effect beside a target, which moves the threshold; leave it alone, or give no target"
         )
+    if options.get("decay", "weights") not in ("weights", "accumulator"):
+        raise ValueError(f"decay={options['decay']!r} is not known; weights or accumulator can decay")
+    if options["fused"] and (options.get("rescale") or options.get("decay") == "accumulator"):
+        raise ValueError('fused=True knows neither rescale=True nor decay="accumulator"; leave fused=None')
     if options["foreach"] and options["fused"]:
         raise ValueError("foreach=True and fused=True exclude each other; give one of them, or neither for the default")
 

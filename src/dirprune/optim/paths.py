@@ -19,7 +19,8 @@ def choose_path(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence
     """Return the requested path, or else the fastest that can run; sparse gradients and compilers get "single"."""
     if torch.compiler.is_compiling() or any(map(_IS_SPARSE, grads)):
         return "single"
-    if wants_fused(group, params[0]) and fused_obstacle(params) is None:
+    fits = not group["rescale"] and group["decay"] == "weights"
+    if fits and wants_fused(group, params[0]) and fused_obstacle(params) is None:
         return "fused"
     foreach = params[0].is_cuda if group["foreach"] is None else group["foreach"]
     return "foreach" if foreach else "single"

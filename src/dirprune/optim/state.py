@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dirprune._support.rates import number, set_lrs
 from dirprune.optim.options import MACHINE, check_options
 from dirprune.optim.target import Plan
-from dirprune.optim.threshold import CHUNK, grow_back, shrink
+from dirprune.optim.threshold import CHUNK, grow_back, shrink, unscaled
 
 _PER_ELEMENT = ("accumulator", "momentum_buffer", "exp_avg", "exp_avg_sq", "pruned")
 _PER_PARAMETER = ("step", "threshold")
@@ -230,7 +230,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def adopt_weights(p: Tensor, state: dict[str, Any], shape: str, scale: float | Tensor = 1.0) -> None:
+def adopt_weights(
+    p: Tensor, state: dict[str, Any], shape: str, scale: float | Tensor = 1.0, *, rescale: bool = False
+) -> None:
     """Move the accumulator to the nearest value that gives the present weights of p.
 
         v ← argmin |u − v| over the u of which the threshold leaves w; for "soft", sign(u)·max(|u| − τ, 0) = w
@@ -242,13 +244,16 @@ def adopt_weights(p: Tensor, state: dict[str, Any], shape: str, scale: float | T
     check_shapes([w], [v])
     check_devices(w, v)
     tau = state["threshold"].to(v) * scale
-    for v_part, w_part in _pieces(v, w) if not tau.dim() else [(v, w)]:
-        if v.is_cpu and shape == "soft" and not tau.dim() and math.isfinite(float(v_part.sum())):
+    plain = not rescale and not tau.dim()
+    for v_part, w_part in _pieces(v, w) if plain else [(v, w)]:
+        if plain and v.is_cpu and shape == "soft" and math.isfinite(float(v_part.sum())):
             _adopt_softly(v_part, w_part, float(tau))
             continue
         given = torch.empty_like(w_part)
-        shrink(v_part, tau, shape, out=given)
+        shrink(v_part, tau, shape, rescale=rescale, out=given)
         wide = w_part.to(v.dtype)
+        if rescale and v.dim() > 1:
+            wide = unscaled(wide, v, tau)
         nearest = torch.where(wide == 0, v_part.clamp(-tau, tau).nan_to_num(nan=0.0), grow_back(wide, tau, shape))
         v_part.copy_(torch.where(given == w_part, v_part, nearest))
 
@@ -285,14 +290,14 @@ def _pieces(v: Tensor, w: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def fix_zeros(p: Tensor, state: dict[str, Any], zeros: Tensor, tau: Tensor, shape: str) -> None:
+def fix_zeros(p: Tensor, state: dict[str, Any], zeros: Tensor, tau: Tensor, shape: str, *, rescale: bool) -> None:
     """Make these weights zero for good; what a threshold leaves of the others is their accumulator from now on.
 
     Of those that it would make zero as well, because it ran ahead of the plan, the smallest number stays.
     """
     w, v = local(p), local(state["accumulator"])
     left = torch.empty_like(v)
-    shrink(v, tau.to(v), shape, out=left)
+    shrink(v, tau.to(v), shape, rescale=rescale, out=left)
     least = torch.finfo(w.dtype).tiny
     left = torch.where(left.abs() < least, torch.where(v < 0, -least, least), left)
     v.copy_(left.masked_fill_(zeros, 0.0))

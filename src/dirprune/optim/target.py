@@ -28,6 +28,7 @@ EVERY = 20
 LEAST = 0.1
 """No tensor is left with fewer of its weights than this part of the average, nor with none: it would be lost for good,
 and with it all that runs through it."""
+RAMPS = ("geometric", "cubic")
 MEASURES = ("weights", "cost")
 
 
@@ -40,6 +41,7 @@ class Plan:
     of: str = "weights"
     prune_from: float = 0.1
     prune_until: float = 0.7
+    ramp: str = "geometric"
     fix_at: float | None = None
     step: int = 0
     threshold: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64, device="cpu"))
@@ -54,6 +56,8 @@ class Plan:
             raise ValueError(f"steps={self.steps!r} is not a number of optimizer steps; give e.g. steps=10_000")
         if not isinstance(self.of, str) or self.of not in MEASURES:
             raise ValueError(f"of={self.of!r} is not known; the target is a share of {' or of '.join(MEASURES)}")
+        if not isinstance(self.ramp, str) or self.ramp not in RAMPS:
+            raise ValueError(f"ramp={self.ramp!r} is not known; take one of {', '.join(RAMPS)}")
         part = self.prune_from, self.prune_until
         if not all(isinstance(end, (int, float)) for end in part) or not 0 <= part[0] < part[1] <= 1:
             raise ValueError(
@@ -109,6 +113,8 @@ class Plan:
     def share(self, n: int) -> float:
         """Return the planned share of zeros after step n."""
         passed = min(max((n - self.first) / (self.reached - self.first), 0.0), 1.0)
+        if self.ramp == "cubic":
+            return self.target * (1 - (1 - passed) ** 3)
         left: float = (1 - self.target) ** (1 - (1 - passed) ** 2)
         return 1 - left
 

@@ -64,11 +64,17 @@ def are_numbers(scalars: Sequence[Tensor]) -> bool:
     return not torch.compiler.is_compiling() and scalars[0].is_cpu and type(scalars[0]) is Tensor
 
 
-def shrink(v: Tensor, tau: float | Tensor, shape: str = "soft", *, out: Tensor) -> None:
+def shrink(v: Tensor, tau: float | Tensor, shape: str = "soft", *, rescale: bool = False, out: Tensor) -> None:
     """Write what a threshold leaves of v to ``out``: +0.0 within ±τ, else by shape; NaN stays NaN.
 
-    "soft": sign(v)·(|v| − τ), "garrote": v − τ²/v, "hard": v.
+    "soft": sign(v)·(|v| − τ), "garrote": v − τ²/v, "hard": v. With ``rescale``, what is left in each output channel of
+    a matrix or a convolution is then scaled so that the mean of |w| is that of |v|.
     """
+    if rescale and v.dim() > 1:
+        left = torch.empty_like(v)
+        shrink(v, tau, shape, out=left)
+        out.copy_(left.mul_(_norms(v) / _norms(left).clamp(min=torch.finfo(v.dtype).tiny)).add_(0.0))
+        return
     if shape == "soft":
         _soft(v, tau, out)
         return
@@ -95,6 +101,21 @@ def shrink_all(params: list[Tensor], vs: list[Tensor], taus: list[float], shape:
     for p, s in zip(params, shrunk, strict=True):
         if s is not p:
             p.copy_(s).add_(ZERO)  # a value that underflows in the cast keeps its sign: −0.0 + 0.0 = +0.0
+
+
+def unscaled(w: Tensor, v: Tensor, tau: Tensor) -> Tensor:
+    """Return what has to be left of an accumulator that is near v, so that its rescaling gives w.
+
+    With r the part of v within ±τ where w = 0, and Σ over a channel: w·(Σ|w| − Σ_{w≠0} τ − Σ|r|) / Σ|w|.
+    """
+    norms = _norms(w)
+    inside = _norms(torch.where(w == 0, v.clamp(-tau, tau).nan_to_num(nan=0.0), tau))
+    return w * torch.where(norms > inside, 1 - inside / norms, 1.0)
+
+
+def _norms(tensor: Tensor) -> Tensor:
+    """Return the sum of the absolute values of each output channel."""  # (out, …) -> (out, 1, …)
+    return tensor.abs().sum(tuple(range(1, tensor.dim())), keepdim=True)
 
 
 def grow_back(w: Tensor, tau: Tensor, shape: str) -> Tensor:

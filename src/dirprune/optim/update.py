@@ -54,6 +54,8 @@ class Rule(NamedTuple):
     weight_decay: float = 0.0
     maximize: bool = False
     shape: str = "soft"
+    rescale: bool = False
+    decay: str = "weights"
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> Rule:
@@ -84,7 +86,7 @@ def _step_each(tensors: Tensors, taus: Sequence[Tensor] | list[float], rule: Rul
         if rule.maximize:
             grad = -grad
         if rule.weight_decay:
-            grad = _add_scaled(grad, param, rule.weight_decay)
+            grad = _add_scaled(grad, v if rule.decay == "accumulator" else param, rule.weight_decay)
         if rule.momentum:
             buffer = tensors.buffers[i].mul_(rule.momentum).add_(grad)
             grad = _add_scaled(grad, buffer, rule.momentum) if rule.nesterov else buffer
@@ -94,7 +96,7 @@ def _step_each(tensors: Tensors, taus: Sequence[Tensor] | list[float], rule: Rul
             v.add_(grad, alpha=-float(lr))
         if tensors.pruned:
             v.masked_fill_(tensors.pruned[i], 0.0)
-        shrink(v, tau, rule.shape, out=param)
+        shrink(v, tau, rule.shape, rescale=rule.rescale, out=param)
 
 
 def _add_scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -109,7 +111,7 @@ def _step_together(tensors: Tensors, taus: list[float], rule: Rule) -> None:
     if rule.maximize:
         directions = list(torch._foreach_neg(directions))
     if rule.weight_decay:
-        decayed = [p.to(v.dtype) for p, v in zip(params, vs, strict=True)]
+        decayed = vs if rule.decay == "accumulator" else [p.to(v.dtype) for p, v in zip(params, vs, strict=True)]
         directions = list(torch._foreach_add(directions, decayed, alpha=rule.weight_decay))
     if rule.momentum:
         torch._foreach_mul_(buffers, rule.momentum)
@@ -118,4 +120,8 @@ def _step_together(tensors: Tensors, taus: list[float], rule: Rule) -> None:
     torch._foreach_add_(vs, directions, alpha=-float(rule.lr))
     for v, pruned in zip(vs, tensors.pruned, strict=False):
         v.masked_fill_(pruned, 0.0)
-    shrink_all(params, vs, taus, rule.shape)
+    if rule.rescale:
+        for p, v, tau in zip(params, vs, taus, strict=True):
+            shrink(v, tau, rule.shape, rescale=True, out=p)
+    else:
+        shrink_all(params, vs, taus, rule.shape)

@@ -53,7 +53,8 @@ class Lean:
         for p, group in self._members:
             state = self._optimizer.begin(p, group)
             exact = torch.empty_like(state["accumulator"])
-            shrink(state["accumulator"], state["threshold"].to(exact.device), group["shape"], out=exact)
+            tau = state["threshold"].to(exact.device)
+            shrink(state["accumulator"], tau, group["shape"], rescale=group["rescale"], out=exact)
             p.grad, p.data = None, exact
 
 
