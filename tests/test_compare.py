@@ -639,8 +639,33 @@ def test_small_files_are_enough_for_tables_and_figures(compared: Path, tmp_path:
         written[name] = {path.name: path.read_bytes() for path in paths}
     assert written["here"] == written["there"]
     assert set(written["there"]) == {
-        *("comparison.csv", "layers.csv", "ranking.csv", "tradeoff.png", "layers-0.5.png", "layers-0.9.png")
+        *("comparison.csv", "layers.csv", "ranking.csv", "tradeoff.png", "tradeoff-macs.png"),
+        *("layers-0.5.png", "layers-0.9.png"),
     }
+
+
+def test_multiplications_left_are_read_between_runs_like_the_accuracy() -> None:
+    known = [Point("m", "c=1", 0, 0.9, 94.0, 0.3), Point("m", "c=2", 0, 0.975, 92.0, 0.1)]
+    assert read_at(known, 0.95).macs_left == pytest.approx(0.2)  # what is left is halved, then halved again
+    assert read_at(known, 0.9).macs_left == 0.3
+    (place,) = rank([*known, replace(known[0], seed=1, macs_left=0.5)], [0.9])
+    assert place.macs_left == pytest.approx(0.4)
+
+
+def test_tables_from_before_multiplications_were_counted_gain_them(tmp_path: Path) -> None:
+    """With the same sparsity in all layers, as many multiplications as weights are left."""
+    recorded = Path(__file__).parent.parent / "results" / "compare-resnet18-cifar10"
+    shutil.copytree(recorded, tmp_path / "old")
+    lines = (recorded / "comparison.csv").read_text().splitlines()
+    assert lines[0].endswith(",macs_left")
+    (tmp_path / "old" / "comparison.csv").write_text("".join(f"{line.rpartition(',')[0]}\n" for line in lines))
+    old, now = ([each.row for each in comparison.read(folder)] for folder in (tmp_path / "old", recorded))
+    assert [row.macs_left for row in old] == pytest.approx([row.macs_left for row in now], nan_ok=True)
+    for row in old:
+        if row.method in ("magnitude", "sgd"):
+            assert row.macs_left == pytest.approx(1 - row.sparsity, abs=1e-3)
+        else:
+            assert 0 < row.macs_left < 0.4
 
 
 def test_curves_are_means_over_seeds_and_the_dense_network_is_a_line(compared: Path) -> None:

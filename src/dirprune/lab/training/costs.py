@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -10,6 +13,7 @@ import torch
 from dirprune import SparsityReport, macs
 from dirprune.lab import models
 from dirprune.lab.training.recipe import Recipe
+from dirprune.zeros import LayerSparsity
 
 FORMATS = {
     "digits": ((1, 8, 8), 10),
@@ -25,15 +29,40 @@ def priced(zeros: SparsityReport, recipe: Recipe) -> SparsityReport:
 
     Other networks are not built, because a run may come from elsewhere; their zeros are returned as they are.
     """
-    if zeros.cost is not None or recipe.model not in models.NAMES or recipe.task.data not in FORMATS:
+    costs = {layer.name: layer.cost for layer in _dense(recipe).layers}
+    if zeros.cost is not None or costs.keys() != {layer.name for layer in zeros.layers}:
         return zeros
-    cost = _macs(recipe.model, recipe.task.data)
-    return zeros.priced(cost) if cost.keys() == {layer.name for layer in zeros.layers} else zeros
+    return SparsityReport(tuple(replace(layer, cost=costs[layer.name]) for layer in zeros.layers))
+
+
+def macs_left(recipe: Recipe, sparsities: Mapping[str, float]) -> float:
+    """Return the fraction of a lab network's multiplications that weights with these sparsities leave; NaN of others.
+
+    >>> from dirprune.lab.training.recipes import get
+    >>> layers = {"conv1": 0.0, "conv2": 1.0, "conv3": 0.0, "fc1": 0.0, "fc2": 0.0}
+    >>> f"{macs_left(get('digits'), layers):.4f}"
+    '0.5213'
+    """
+    costs = {
+        layer.name.removesuffix(".weight"): layer.cost or 0.0 for layer in _dense(recipe).layers if layer.is_weight
+    }
+    if not costs or costs.keys() != sparsities.keys():
+        return math.nan
+    return sum(cost * (1 - sparsities[name]) for name, cost in costs.items()) / sum(costs.values())
+
+
+def _dense(recipe: Recipe) -> SparsityReport:
+    """Return the layers of a network of the lab without zeros, with their multiplications; none of others."""
+    data = getattr(recipe.task, "data", "")
+    known = recipe.model in models.NAMES and data in FORMATS
+    return _layers(recipe.model, data) if known else SparsityReport(())
 
 
 @cache
-def _macs(model: str, data: str) -> dict[str, float]:
+def _layers(model: str, data: str) -> SparsityReport:
     shape, classes = FORMATS[data]
     with torch.device("meta"), suppress(RuntimeError):  # of a network that does not fit the data
-        return macs(models.build(model, classes), torch.zeros(1, *shape))
-    return {}
+        network = models.build(model, classes)
+        layers = tuple(LayerSparsity(name, tuple(p.shape), 0) for name, p in network.named_parameters())
+        return SparsityReport(layers).priced(macs(network, torch.zeros(1, *shape)))
+    return SparsityReport(())

@@ -24,18 +24,22 @@ SPARSER = math.log(2)
 
 @dataclass(frozen=True)
 class Point:
-    """A finished run: its method, setting and seed, and the sparsity and accuracy it reached; accuracy in percent."""
+    """A finished run: its method, setting and seed, and what it reached.
+
+    ``accuracy`` is in percent, ``macs_left`` the fraction of the multiplications that is left, NaN if not known.
+    """
 
     method: str
     setting: str
     seed: int
     sparsity: float
     accuracy: float
+    macs_left: float = math.nan
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A method's accuracy at a sparsity, from the runs of one seed.
+    """A method's accuracy and multiplications left at a sparsity, from the runs of one seed.
 
     ``is_there`` is False if it is only that of the nearest run. ``at_least`` is True if a sparser run is a lower bound;
     ``sparsity`` is then that run's own.
@@ -43,6 +47,7 @@ class Reading:
 
     sparsity: float
     accuracy: float
+    macs_left: float
     source: str
     is_there: bool
     at_least: bool = False
@@ -62,6 +67,7 @@ class Standing:
     sparsity: float
     accuracies: Mapping[int, float]
     source: str
+    macs_left: float = math.nan
 
     @property
     def accuracy(self) -> Spread:
@@ -84,16 +90,19 @@ def read_at(points: Sequence[Point], sparsity: float) -> Reading:
     """
     nearest = min(points, key=lambda point: distance(point.sparsity, sparsity))
     if distance(nearest.sparsity, sparsity) <= EXACT:
-        return Reading(sparsity, nearest.accuracy, nearest.setting, is_there=True)
+        return Reading(sparsity, nearest.accuracy, nearest.macs_left, nearest.setting, is_there=True)
     below = max((p for p in points if p.sparsity < sparsity), key=lambda p: p.sparsity, default=None)
     above = min((p for p in points if p.sparsity > sparsity), key=lambda p: p.sparsity, default=None)
     if below is None and distance(nearest.sparsity, sparsity) <= SPARSER:
-        return Reading(nearest.sparsity, nearest.accuracy, f"at least: {_name(nearest)}", is_there=True, at_least=True)
+        told = f"at least: {_name(nearest)}"
+        return Reading(nearest.sparsity, nearest.accuracy, nearest.macs_left, told, is_there=True, at_least=True)
     if below is None or above is None or distance(below.sparsity, above.sparsity) > APART:
-        return Reading(nearest.sparsity, nearest.accuracy, f"nearest run: {_name(nearest)}", is_there=False)
+        told = f"nearest run: {_name(nearest)}"
+        return Reading(nearest.sparsity, nearest.accuracy, nearest.macs_left, told, is_there=False)
     way = distance(below.sparsity, sparsity) / distance(below.sparsity, above.sparsity)
     accuracy = below.accuracy + way * (above.accuracy - below.accuracy)
-    return Reading(sparsity, accuracy, _between(below, above), is_there=True)
+    left = below.macs_left + way * (above.macs_left - below.macs_left)
+    return Reading(sparsity, accuracy, left, _between(below, above), is_there=True)
 
 
 def rank(points: Iterable[Point], sparsities: Iterable[float]) -> list[Standing]:
@@ -144,6 +153,7 @@ def _stand(asked: float, method: str, seeds: dict[int, list[Point]]) -> Standing
         sparsity=sparsity,
         accuracies={seed: reading.accuracy for seed, reading in readings.items()},
         source=first.source if there or len(every) == 1 else f"nearest runs, {sparsity:.1%} on average",
+        macs_left=Spread.of([reading.macs_left for reading in readings.values()]).mean,
     )
 
 

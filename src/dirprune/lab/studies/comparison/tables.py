@@ -4,6 +4,7 @@ comparison.csv      one row per run
 layers.csv          one row per layer of a run
 ranking.csv         the methods at every requested sparsity
 tradeoff.png        accuracy against sparsity
+tradeoff-macs.png   accuracy against the share of the multiplications that is gone
 layers-0.9.png      layerwise sparsity of each method's run nearest to a requested sparsity
 
 Only config.json, environment.json, metrics.jsonl and outcome.json of a run are read. The first two tables stand in for
@@ -13,8 +14,8 @@ runs whose folders are gone, so with these tables alone a comparison can continu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mode
 
@@ -29,6 +30,7 @@ from dirprune.lab.studies.comparison.tradeoff import Curve, LayerBar, distance
 from dirprune.lab.studies.comparison.trials import CONTESTANTS, known_as, setting
 from dirprune.lab.text import NOTHING, duration
 from dirprune.lab.training import recipes, runs
+from dirprune.lab.training.costs import macs_left, priced
 from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe
 from dirprune.lab.training.recipes import departures
 from dirprune.lab.training.runs import History, Outcome
@@ -37,6 +39,8 @@ from dirprune.lab.training.runs import History, Outcome
 @dataclass(frozen=True)
 class Row:
     """A run that ended. ``sparsity`` counts weights only, which can be pruned. Unknown values are NaN.
+
+    ``macs_left`` is the fraction of the multiplications that the zeros leave.
 
     For a run that diverged (``diverged`` says how), the numbers are those of its last good epoch.
     """
@@ -58,6 +62,7 @@ class Row:
     device: str
     recipe: str
     """What all runs of a comparison share: the name of a recipe, and where they depart from it."""
+    macs_left: Fraction = math.nan
 
     @property
     def is_dense(self) -> bool:
@@ -74,7 +79,7 @@ class Row:
 
     @property
     def point(self) -> Point:
-        return Point(self.method, self.setting, self.seed, self.sparsity, self.test_accuracy)
+        return Point(self.method, self.setting, self.seed, self.sparsity, self.test_accuracy, self.macs_left)
 
     @staticmethod
     def of(run: History) -> Row:
@@ -109,6 +114,7 @@ class Row:
             commit=run.told("commit"),
             device=run.told("device"),
             recipe=shared(run.recipe),
+            macs_left=_number(priced(outcome.zeros, run.recipe).cost_left_fraction if outcome.zeros else None),
         )
 
 
@@ -163,6 +169,7 @@ class RankRow:
     source: str
     seconds: float
     peak_memory_mib: float
+    macs_left: float = math.nan
 
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, one cell for each of `COLUMNS`."""
@@ -171,6 +178,7 @@ class RankRow:
             known_as(self.method).title,
             self.source,
             _spread(self.test_accuracy, self.test_accuracy_std).text(2),
+            NOTHING if math.isnan(self.macs_left) else f"{100 * self.macs_left:.1f}",
             "" if math.isnan(self.gap) else _spread(self.gap, self.gap_margin).text(2, signed=True),
             str(self.seeds),
             NOTHING if math.isnan(self.seconds) else duration(self.seconds),
@@ -178,7 +186,17 @@ class RankRow:
         )
 
 
-COLUMNS = ("rank", "method", "from", "test accuracy (%)", "− dense (95%)", "seeds", "a run took", "MiB")
+COLUMNS = (
+    "rank",
+    "method",
+    "from",
+    "test accuracy (%)",
+    "MACs left (%)",
+    "− dense (95%)",
+    "seeds",
+    "a run took",
+    "MiB",
+)
 SPARE = ("MiB", "seeds", "a run took")
 """Columns that are dropped on a narrow terminal, in this order."""
 
@@ -215,10 +233,21 @@ def noted(out: Path) -> list[Ended]:
     for line in read_rows(out / "layers.csv", LayerRow):
         layers.setdefault(line.run, []).append(line)
     return [
-        Ended(row, tuple(LayerBar(row.title, bar.layer, bar.kind, bar.sparsity) for bar in layers.get(row.run, ())))
+        Ended(
+            _with_macs(row, layers.get(row.run, ())),
+            tuple(LayerBar(row.title, bar.layer, bar.kind, bar.sparsity) for bar in layers.get(row.run, ())),
+        )
         for row in read_rows(out / "comparison.csv", Row)
         if not (out / "runs" / row.run / "outcome.json").exists()
     ]
+
+
+def _with_macs(row: Row, layers: Sequence[LayerRow]) -> Row:
+    """Return a row of a table, with the multiplications left if the table is too old to have them."""
+    name = row.recipe.partition(" ")[0]
+    if not math.isnan(row.macs_left) or name not in recipes.names() or "model=" in row.recipe:
+        return row
+    return replace(row, macs_left=macs_left(recipes.get(name), {bar.layer: bar.sparsity for bar in layers}))
 
 
 def write(found: Sequence[Ended], out: Path, sparsities: Sequence[float]) -> list[Path]:
@@ -234,6 +263,10 @@ def write(found: Sequence[Ended], out: Path, sparsities: Sequence[float]) -> lis
     paths = [out / "comparison.csv", out / "layers.csv", out / "ranking.csv"]
     if drawn := curves(found):
         paths.append(plots.save(comparison_plots.tradeoff(drawn), out / "tradeoff.png"))
+    counted = curves(found, _macs_gone)
+    if not all(curve.is_dense for curve in counted):
+        figure = comparison_plots.tradeoff(counted, counted="multiplications gone")
+        paths.append(plots.save(figure, out / "tradeoff-macs.png"))
     for sparsity in sparsities:
         if bars := nearest_layers(found, sparsity):
             figure = comparison_plots.layerwise(bars, title=f"runs nearest to {sparsity:.1%}")
@@ -250,26 +283,37 @@ def ranking(found: Iterable[Ended], sparsities: Iterable[float]) -> list[RankRow
     rows = []
     if dense:
         numbers = (0.0, *_both(Spread.of([row.test_accuracy for row in dense])), math.nan, math.nan)
-        rows.append(RankRow(0.0, 0, "sgd", *numbers, len(dense), "dense", *_costs(timed, "sgd")))
+        rows.append(RankRow(0.0, 0, "sgd", *numbers, len(dense), "dense", *_costs(timed, "sgd"), 1.0))
     by_seed = {row.seed: row.test_accuracy for row in dense}
     for place in rank([each.row.point for each in whole if not each.row.is_dense], sparsities):
         numbers = (place.sparsity, *_both(place.accuracy), *paired_gap(place.accuracies, by_seed))
-        told = (place.seeds, place.source, *_costs(timed, place.method))
+        told = (place.seeds, place.source, *_costs(timed, place.method), place.macs_left)
         rows.append(RankRow(place.asked, place.rank, place.method, *numbers, *told))
     return rows
 
 
-def curves(found: Iterable[Ended]) -> list[Curve]:
-    """Return a curve of accuracy against sparsity per method: means and stds over the seeds of each setting."""
+def _sparsity(row: Row) -> float:
+    return row.sparsity
+
+
+def _macs_gone(row: Row) -> float:
+    return 1 - row.macs_left
+
+
+def curves(found: Iterable[Ended], gone: Callable[[Row], float] = _sparsity) -> list[Curve]:
+    """Return a curve of accuracy against what is gone per method: means and stds over the seeds of each setting.
+
+    ``gone`` tells the fraction for a run; settings of which it is not known are left out.
+    """
     by_method: dict[str, dict[str, list[Row]]] = {}
     for each in found:
-        if not each.row.diverged:
+        if not each.row.diverged and (each.row.is_dense or not math.isnan(gone(each.row))):
             by_method.setdefault(each.row.title, {}).setdefault(each.row.setting, []).append(each.row)
     made = []
     for title, settings in by_method.items():
         accuracies = [_both(Spread.of([row.test_accuracy for row in rows])) for rows in settings.values()]
         is_dense = "" in settings
-        zeros = [0.0 if is_dense else Spread.of([row.sparsity for row in rows]).mean for rows in settings.values()]
+        zeros = [0.0 if is_dense else Spread.of([gone(row) for row in rows]).mean for rows in settings.values()]
         made.append(Curve(title, zeros, [mean for mean, _ in accuracies], [std for _, std in accuracies], is_dense))
     return made
 
