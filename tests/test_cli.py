@@ -682,7 +682,7 @@ def test_a_report_of_many_settings_fits_the_terminal(capsys: pytest.CaptureFixtu
         ).cells()
         for one in spreads
     ]
-    Output().table("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2, spare=report.SPARE)
+    Output().rows("Runs", cells, left=2, spare=report.SPARE)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     for one, line in zip(spreads, lines[-7:-2], strict=True):

@@ -434,7 +434,7 @@ def test_the_ranking_tells_what_pruning_costs_against_dense_training_of_the_same
     assert (pruned.gap, pruned.seeds) == (-0.75, 2)
     assert pruned.gap_margin == pytest.approx(0.25 * 12.706, abs=1e-3)  # t(0.975) for one degree of freedom
     assert math.isnan(first.gap)
-    assert "-0.75 ± 3.18" in pruned.cells()
+    assert "-0.75 ± 3.18" in pruned.cells().values()
     assert "95% confidence" in " ".join(comparison.notes(rows))
     assert "95% confidence" not in " ".join(comparison.notes(rows[1:2]))  # no dense run to compare with
 
@@ -455,7 +455,7 @@ def test_times_of_different_devices_are_not_averaged() -> None:
     rows[-1] = replace(rows[-1], row=replace(rows[-1].row, device="CPU"))
     unknown = next(row for row in comparison.ranking(rows, [0.5]) if row.method == "str")
     assert math.isnan(unknown.seconds)
-    assert unknown.cells()[-2:] == (NOTHING, NOTHING)
+    assert tuple(unknown.cells().values())[-2:] == (NOTHING, NOTHING)
     assert not any("Times" in line for line in comparison.notes(rows[:1]))
 
 

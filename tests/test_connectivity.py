@@ -171,11 +171,11 @@ def test_a_colour_bar_has_enough_ticks_and_none_beyond_its_ends(low: float, high
 
 
 def test_the_report_names_networks_and_barriers(finished: tuple[Path, list[Progress]]) -> None:
-    title, columns, rows = told(finished[0])
+    title, rows = told(finished[0])
     summary = json.loads((finished[0] / "summary.json").read_text())
     assert title == "small on digits: gRDA c=0.02 μ=0.7 (t=0, epoch 2) to SGD (t=1, epoch 2)"
-    assert [row[0] for row in rows] == ["fitted curve", "straight line"]
-    line, facts = dict(zip(columns, rows[1], strict=True)), summary["line"]
+    assert [row[""] for row in rows] == ["fitted curve", "straight line"]
+    line, facts = rows[1], summary["line"]
     assert line["least test error (%)"] == f"{facts['best']['test_error']:.2f} (t={facts['best']['t']:.3f})"
     assert line["test error at t=0 (%)"] == f"{facts['start']['test_error']:.2f}"
     assert notes(finished[0]) == []
@@ -188,9 +188,9 @@ def test_where_no_barrier_is_it_has_no_place(finished: tuple[Path, list[Progress
     summary["line"] |= {"barrier": None}  # how infinity and NaN are written
     summary["line"]["highest"]["t"] = 0.5
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    curve, line = told(tmp_path)[2]
-    assert curve[1:3] == ("0 (t=–)", "2.00e-04 (t=0.250)")
-    assert line[1] == "not finite (t=0.500)"
+    curve, line = told(tmp_path)[1]
+    assert (curve["train barrier"], curve["test barrier"]) == ("0 (t=–)", "2.00e-04 (t=0.250)")
+    assert line["train barrier"] == "not finite (t=0.500)"
 
 
 # Resuming.
@@ -297,7 +297,7 @@ def test_without_a_fit_there_is_the_line_alone(
     assert {step.what for step in connect(*pair, out, replace(SMALL, fit=False), device=CPU)} == {"line"}
     assert table(out / "profile.csv") == table(finished[0] / "profile.csv")[3:]
     assert not (out / "plane.csv").exists()
-    assert [row[0] for row in told(out)[2]] == ["straight line"]
+    assert [row[""] for row in told(out)[1]] == ["straight line"]
 
 
 def test_the_plane_can_be_measured_on_fewer_examples(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -552,7 +552,8 @@ def test_a_job_like_a_published_one_is_reported_beside_it(
     draw(tmp_path / "job")
     assert (tmp_path / "job" / "figures" / "profile.png").read_bytes() != before
     assert asked[0] == {"data": "digits", "model": "small", "c": 0.02, "mu": 0.7}
-    assert told(tmp_path / "job")[2][-1][:2] == ("published", "2.13e-03 (t=0.100)")
+    last = told(tmp_path / "job")[1][-1]
+    assert (last[""], last["train barrier"]) == ("published", "2.13e-03 (t=0.100)")
     first = notes(tmp_path / "job")[0]
     assert first.startswith("Fitted for 2 epochs, lr 0.02, momentum 0.9; the published curve for 300")
 

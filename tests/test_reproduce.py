@@ -479,7 +479,7 @@ def test_the_tables_fit_a_terminal_whatever_the_numbers(
         for cell in reproduce.compare(Path("nowhere"))
     ]
     for title, rows in reproduce.tables(cells).items():
-        Output().table(title, reproduce.COLUMNS, rows, spare=reproduce.SPARE)
+        Output().rows(title, rows, spare=reproduce.SPARE)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     assert sum("−99.9σ" in line for line in lines) > 100
@@ -488,8 +488,9 @@ def test_the_tables_fit_a_terminal_whatever_the_numbers(
 def test_the_tables_name_what_there_is(tmp_path: Path) -> None:
     ledger.collect([make_run(tmp_path / "run", VGG, [record(200, sparsity=0.79434)])], tmp_path / "results")
     cells = reproduce.compare(tmp_path / "results")
-    [row] = [row for row in reproduce.tables(cells)["vgg16-cifar10, gRDA μ=0.6"] if row[0] == "sparsity"]
-    assert row == ("sparsity", "200", "79.43", "1", "79.64 ± 0.20", "−1.0σ", "79.62 ± 0.21 (10)", "−0.9σ")
+    [row] = [row for row in reproduce.tables(cells)["vgg16-cifar10, gRDA μ=0.6"] if row["metric"] == "sparsity"]
+    shown = ["sparsity", "200", "79.43", "1", "79.64 ± 0.20", "−1.0σ", "79.62 ± 0.21 (10)", "−0.9σ"]
+    assert list(row.values()) == shown
     assert "vgg16-cifar10, gRDA μ=0.6: epochs 1, 50, 100, 300, 600" in reproduce.missing(cells)
 
 

@@ -250,17 +250,15 @@ def report(
 ) -> None:
     """Show runs side by side: table, curves, layerwise sparsity."""
     with clear_errors():
+        from dirprune.lab.records.columns import cells
         from dirprune.lab.studies.report import report as reports
-        from dirprune.lab.studies.report import signs
 
         output, found, paths = Output(as_json), reports.report(run), []
-        cells = found.cells  # shown first: drawing the figures may fail
-        output.table("Runs", list(cells[0]), [list(row.values()) for row in cells], left=2, spare=reports.SPARE)
+        output.rows("Runs", found.cells, left=2, spare=reports.SPARE)  # before the figures, which may fail
         for note in found.notes:
             output.tell(note)
         if found.signs:
-            title = "Signs after the same epochs"
-            output.table(title, list(signs.COLUMNS), [list(row.cells()) for row in found.signs], left=2)
+            output.rows("Signs after the same epochs", [cells(row) for row in found.signs], left=2)
         try:
             paths = reports.draw(found, out or (None if len(run) == 1 else Path("report")))
         finally:
@@ -316,7 +314,7 @@ def tune(
                 output.record(trial.to_dict())
             finished = True
         if trials:
-            output.table(f"Trials of {length}, on held-out data", tuning.COLUMNS, [trial.cells() for trial in trials])
+            output.rows(f"Trials of {length}, on held-out data", [trial.cells() for trial in trials])
         best = tuning.choose(trials)
         if not finished:
             so_far = f" Best so far: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero)." if best else ""
@@ -415,9 +413,9 @@ def bench(
                     benchmark.write(costs, out, where)
             finished = True
         if costs:
-            output.table("A training step", benchmark.COLUMNS, benchmark.table(costs), left=2, spare=benchmark.SPARE)
+            output.rows("A training step", benchmark.table(costs), left=2, spare=benchmark.SPARE)
         if bars := benchmark.bars(costs):
-            output.table("\nOur targets", benchmark.BAR_COLUMNS, [each.cells() for each in bars], left=2)
+            output.rows("\nOur targets", [each.cells() for each in bars], left=2)
             for each in bars:
                 output.record({**asdict(each), "met": each.met})
         if not finished:

@@ -39,6 +39,11 @@ class Output:
         if not self.as_json:
             _print(wrapped(text) if sys.stdout.isatty() else text)
 
+    def rows(self, title: str, cells: Sequence[Mapping[str, str]], *, left: int = 1, spare: Sequence[str] = ()) -> None:
+        """Print a table of rows, each of them as text by column; see `table`."""
+        if cells:
+            self.table(title, list(cells[0]), [list(row.values()) for row in cells], left=left, spare=spare)
+
     def table(
         self,
         title: str,

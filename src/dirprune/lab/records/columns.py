@@ -1,4 +1,4 @@
-"""Records of plain values: what a field may hold is declared once, on the field, and checked wherever it is read."""
+"""Records of plain values: what a field may hold, and how it is shown, is declared once, on the field."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from dirprune.lab.text import NOTHING
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -23,16 +25,26 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 @dataclass(frozen=True)
 class Column:
-    """What a field may hold: the range of its numbers, in which NaN always is, or the words that it may be.
+    """What a field may hold, and how a table shows it.
+
+    Attributes:
+        title: the header of its column; without one it is not shown.
+        form: how its number is formatted, after it is multiplied by ``scale``.
+        valid: the range of its numbers, in which NaN always is, or the words that it may be.
 
     >>> @dataclass(frozen=True)
     ... class Score:
     ...     method: str
-    ...     accuracy: Annotated[float, Column(valid=(0, 100))]
+    ...     accuracy: Annotated[float, Column("accuracy (%)", ".2f", valid=(0, 100))]
     >>> record(Score, {"method": "gRDA", "accuracy": 93})
     Score(method='gRDA', accuracy=93.0)
+    >>> cells(record(Score, {"method": "gRDA", "accuracy": 93}))
+    {'accuracy (%)': '93.00'}
     """
 
+    title: str = ""
+    form: str = ""
+    scale: float | None = None
     valid: tuple[float, float] | Collection[str] | None = None
 
 
@@ -57,6 +69,20 @@ def record(kind: type[Record], values: Any) -> Record:
     if missing := [each.name for each in fields(kind) if each.name not in values and _is_needed(each)]:
         raise ValueError(f"it has no {missing[0]}")
     return kind(**{name: checked(kind, name, plain(name, hints[name], value)) for name, value in values.items()})
+
+
+def cells(row: DataclassInstance) -> dict[str, str]:
+    """Return the fields of a record that have a title as text, by title."""
+    told = {column.title: _text(getattr(row, name), column) for name, column in columns(type(row)).items()}
+    return {title: text for title, text in told.items() if title}
+
+
+def _text(value: Any, column: Column) -> str:
+    if value is None or value == "" or value != value:
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value if column.scale is None else column.scale * value:{column.form}}"
 
 
 def checked(kind: Any, name: str, value: Any) -> Any:
@@ -105,7 +131,7 @@ def plain(name: str, hint: Any, value: Any) -> Any:
         if value is None and NoneType in get_args(hint):
             return None
         (hint,) = (each for each in get_args(hint) if each is not NoneType)
-    if get_origin(hint) is tuple and isinstance(value, list):
+    if get_origin(hint) is tuple and isinstance(value, list | tuple):
         inner = get_args(hint)
         if inner[-1] is not Ellipsis and len(inner) != len(value):
             raise ValueError(f"{name} has {len(value)} values, not {len(inner)}")
@@ -132,4 +158,4 @@ _NAMES: dict[Any, str] = {int: "an integer", float: "a number", str: "a text", b
 
 def _named(value: Any) -> str:
     """Return the type of a value from JSON in words."""
-    return "null" if value is None else "a list" if isinstance(value, list) else _NAMES[type(value)]
+    return "null" if value is None else _NAMES.get(type(value), "a list")

@@ -180,41 +180,29 @@ def ratio_to_sgd(cost: Cost, costs: Sequence[Cost]) -> float:
     return cost.ms / next(each.ms for each in costs if (each.model, each.optimizer) == (cost.model, "sgd"))
 
 
-COLUMNS = (
-    "model",
-    "optimizer",
-    "ms",
-    "floor ms",
-    "share of floor",
-    "÷ SGD",
-    "paper ms",
-    "MiB",
-    "paper MiB",
-    "rest of an epoch",
-)
 SPARE = ("floor ms", "rest of an epoch", "MiB")
 """Columns that are dropped on a narrow terminal, in this order."""
 
 
-def table(costs: Sequence[Cost]) -> list[tuple[str, ...]]:
-    """Return the costs as rows of text for `COLUMNS`, next to the paper's V100 figures."""
+def table(costs: Sequence[Cost]) -> list[dict[str, str]]:
+    """Return the costs as rows of text by column, next to the paper's V100 figures."""
     published_costs = {(cost.model, cost.optimizer): cost for cost in published.costs()}
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for cost in costs:
         paper = published_costs.get((cost.model, cost.optimizer))
         rows.append(
-            (
-                cost.model,
-                cost.optimizer,
-                f"{cost.ms:.3f}",
-                f"{cost.floor_ms:.2f}" if cost.floor_ms else NOTHING,
-                f"{cost.floor_ms / cost.ms:.0%}" if cost.floor_ms else NOTHING,
-                f"{ratio_to_sgd(cost, costs):.3f}",
-                f"{paper.ms:.1f}" if paper else NOTHING,
-                f"{cost.peak_mib:.0f}" if cost.peak_mib else NOTHING,
-                f"{paper.peak_mib:.0f}" if paper else NOTHING,
-                f"{cost.overhead:.1%}",
-            )
+            {
+                "model": cost.model,
+                "optimizer": cost.optimizer,
+                "ms": f"{cost.ms:.3f}",
+                "floor ms": f"{cost.floor_ms:.2f}" if cost.floor_ms else NOTHING,
+                "share of floor": f"{cost.floor_ms / cost.ms:.0%}" if cost.floor_ms else NOTHING,
+                "÷ SGD": f"{ratio_to_sgd(cost, costs):.3f}",
+                "paper ms": f"{paper.ms:.1f}" if paper else NOTHING,
+                "MiB": f"{cost.peak_mib:.0f}" if cost.peak_mib else NOTHING,
+                "paper MiB": f"{paper.peak_mib:.0f}" if paper else NOTHING,
+                "rest of an epoch": f"{cost.overhead:.1%}",
+            }
         )
     return rows
 
@@ -233,16 +221,18 @@ class Bar:
     def met(self) -> bool:
         return self.reached <= self.limit
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the bar as text, one cell for each of `BAR_COLUMNS`."""
+    def cells(self) -> dict[str, str]:
+        """Return the bar as text by column."""
         limit, reached = (f"{value:.4g}" for value in (self.limit, self.reached))
         if reached == limit and not self.met:
             reached = f"{self.reached:.7g}"  # enough digits to show the difference
-        words = (f"≤ {limit} {self.unit}", f"{reached} {self.unit}")
-        return (self.model, self.what, *(word.strip() for word in words), "yes" if self.met else "no")
-
-
-BAR_COLUMNS = ("network", "what", "bar", "measured", "met")
+        return {
+            "network": self.model,
+            "what": self.what,
+            "bar": f"≤ {limit} {self.unit}".strip(),
+            "measured": f"{reached} {self.unit}".strip(),
+            "met": "yes" if self.met else "no",
+        }
 
 
 def bars(costs: Sequence[Cost]) -> list[Bar]:

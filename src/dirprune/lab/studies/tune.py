@@ -51,16 +51,19 @@ class Trial(Measured):
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the trial as text, one cell for each of `COLUMNS`."""
+    def cells(self) -> dict[str, str]:
+        """Return the trial as text by column."""
         accuracy = "diverged" if self.accuracy is None else f"{self.accuracy:.2f}"
         if self.optimizer == "sgd":
-            return ("SGD", "", "", accuracy, "", "")
-        verdict = "within tolerance" if self.passes else "too much"
-        return ("gRDA", f"{self.c:g}", f"{self.mu:g}", accuracy, f"{100 * self.sparsity:.2f}", verdict)
-
-
-COLUMNS = ("", "c", "μ", "accuracy (%)", "sparsity (%)", "")
+            return {"": "SGD", "c": "", "μ": "", "accuracy (%)": accuracy, "sparsity (%)": "", "verdict": ""}
+        return {
+            "": "gRDA",
+            "c": f"{self.c:g}",
+            "μ": f"{self.mu:g}",
+            "accuracy (%)": accuracy,
+            "sparsity (%)": f"{100 * self.sparsity:.2f}",
+            "verdict": "within tolerance" if self.passes else "too much",
+        }
 
 
 def tune(

@@ -171,32 +171,21 @@ class RankRow:
     peak_memory_mib: float
     macs_left: float = math.nan
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the row as text, one cell for each of `COLUMNS`."""
-        return (
-            str(self.rank or NOTHING),
-            known_as(self.method).title,
-            self.source,
-            _spread(self.test_accuracy, self.test_accuracy_std).text(2),
-            NOTHING if math.isnan(self.macs_left) else f"{100 * self.macs_left:.1f}",
-            "" if math.isnan(self.gap) else _spread(self.gap, self.gap_margin).text(2, signed=True),
-            str(self.seeds),
-            NOTHING if math.isnan(self.seconds) else duration(self.seconds),
-            NOTHING if math.isnan(self.peak_memory_mib) else f"{self.peak_memory_mib:.0f}",
-        )
+    def cells(self) -> dict[str, str]:
+        """Return the row as text by column."""
+        return {
+            "rank": str(self.rank or NOTHING),
+            "method": known_as(self.method).title,
+            "from": self.source,
+            "test accuracy (%)": _spread(self.test_accuracy, self.test_accuracy_std).text(2),
+            "MACs left (%)": NOTHING if math.isnan(self.macs_left) else f"{100 * self.macs_left:.1f}",
+            "− dense (95%)": "" if math.isnan(self.gap) else _spread(self.gap, self.gap_margin).text(2, signed=True),
+            "seeds": str(self.seeds),
+            "a run took": NOTHING if math.isnan(self.seconds) else duration(self.seconds),
+            "MiB": NOTHING if math.isnan(self.peak_memory_mib) else f"{self.peak_memory_mib:.0f}",
+        }
 
 
-COLUMNS = (
-    "rank",
-    "method",
-    "from",
-    "test accuracy (%)",
-    "MACs left (%)",
-    "− dense (95%)",
-    "seeds",
-    "a run took",
-    "MiB",
-)
 SPARE = ("MiB", "seeds", "a run took")
 """Columns that are dropped on a narrow terminal, in this order."""
 

@@ -173,7 +173,7 @@ def _conclude(out: Path, sparsities: Sequence[float], output: Output) -> None:
     for sparsity in sparsities:
         cells = [row.cells() for row in rows if row.asked_sparsity in (0.0, sparsity)]
         title = f"\nAt {100 * sparsity:g}% of the weights zero"
-        output.table(title, comparison.COLUMNS, cells, left=3, spare=comparison.SPARE)
+        output.rows(title, cells, left=3, spare=comparison.SPARE)
     for line in comparison.notes(found):
         output.tell(line)
     for path in comparison.write(found, out, sparsities):

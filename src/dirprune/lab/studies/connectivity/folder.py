@@ -143,27 +143,17 @@ def draw(out: Path) -> None:
             plots.save(figure, out / "figures" / f"{name}{suffix}")
 
 
-COLUMNS = (
-    "",
-    "train barrier",
-    "test barrier",
-    "test error at t=0 (%)",
-    "test error at t=1 (%)",
-    "least test error (%)",
-)
-
-
-def table(out: Path) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-    """Return title, columns and rows of the table of a finished job's barriers, with the published ones if any."""
+def table(out: Path) -> tuple[str, list[dict[str, str]]]:
+    """Return title and rows of the table of a finished job's barriers, with the published ones if any."""
     summary = json.loads((out / "summary.json").read_text())
     title = "{model} on {data}: {network_a} (t=0, epoch {epoch_a}) to {network_b} (t=1, epoch {epoch_b})"
     paths = {"curve": "fitted curve", "line": "straight line", "published": "published"}
-    rows = [(name, *_cells(summary[path])) for path, name in paths.items() if path in summary]
-    return title.format_map(summary["config"]), COLUMNS, rows
+    rows = [{"": name, **_cells(summary[path])} for path, name in paths.items() if path in summary]
+    return title.format_map(summary["config"]), rows
 
 
-def _cells(facts: dict[str, Any]) -> tuple[str, ...]:
-    """Return the facts of a path (`facts_of`) as text, one cell for each of `COLUMNS` but the first."""
+def _cells(facts: dict[str, Any]) -> dict[str, str]:
+    """Return the facts of a path (`facts_of`) as text by column."""
     start, end, best = (facts[name]["test_error"] for name in ("start", "end", "best"))
 
     def barrier(height: float | None, t: float) -> str:
@@ -171,13 +161,13 @@ def _cells(facts: dict[str, Any]) -> tuple[str, ...]:
             return f"not finite (t={t:.3f})"
         return f"{height:.2e} (t={t:.3f})" if height else "0 (t=–)"  # without a barrier the highest point is an end
 
-    return (
-        barrier(facts["barrier"], facts["highest"]["t"]),
-        barrier(facts["test_barrier"], facts["highest_test"]["t"]),
-        f"{start:.2f}",
-        f"{end:.2f}",
-        f"{best:.2f} (t={facts['best']['t']:.3f})",
-    )
+    return {
+        "train barrier": barrier(facts["barrier"], facts["highest"]["t"]),
+        "test barrier": barrier(facts["test_barrier"], facts["highest_test"]["t"]),
+        "test error at t=0 (%)": f"{start:.2f}",
+        "test error at t=1 (%)": f"{end:.2f}",
+        "least test error (%)": f"{best:.2f} (t={facts['best']['t']:.3f})",
+    }
 
 
 def notes(out: Path) -> list[str]:

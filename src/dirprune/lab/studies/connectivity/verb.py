@@ -77,7 +77,7 @@ def connect(
         output = Output(as_json)
         drive("connect", job, Interruption(minutes), output, after="epoch or point")
         output.record(json.loads((out / "summary.json").read_text()))
-        output.table(*table(out))
+        output.rows(*table(out))
         for note in notes(out):
             output.tell(note)
         output.tell(f"Numbers, {'weights of the bend ' if fit else ''}and figures: {out}")

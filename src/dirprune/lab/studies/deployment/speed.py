@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
 
 from dirprune.deploy import capture, saving
 from dirprune.lab import models
+from dirprune.lab.records.columns import Column, cells
 from dirprune.lab.studies.deployment.peers import HALF, NAMES, OURS, Array, Peer, missing
 from dirprune.lab.text import NOTHING
 from dirprune.lab.training import runs
@@ -31,59 +33,32 @@ class Latency:
     ones.
     """
 
-    runtime: str
-    batch: int
-    threads: int
-    milliseconds: float
+    runtime: Annotated[str, Column("runtime")]
+    batch: Annotated[int, Column("batch")]
+    threads: Annotated[int, Column("threads")]
+    milliseconds: Annotated[float, Column("ms (median)", ".3g")]
     """The median of all runs; ``p95`` is their 95th percentile."""
-    p95: float
-    fastest: float
-    per_second: float
-    ratio: float
+    p95: Annotated[float, Column("ms (95%)", ".3g")]
+    fastest: Annotated[float, Column("ms (fastest)", ".3g")]
+    per_second: Annotated[float, Column("examples/s", ",.0f")]
+    ratio: Annotated[float, Column("fastest / ours", ".2f")]
     runs: int
-
-    def cells(self) -> list[str]:
-        """Return the row of a table with `HEADERS`."""
-        times = [f"{ms:.3g}" for ms in (self.milliseconds, self.p95, self.fastest)]
-        return [
-            self.runtime,
-            str(self.batch),
-            str(self.threads),
-            *times,
-            f"{self.per_second:,.0f}",
-            f"{self.ratio:.2f}",
-        ]
-
-
-HEADERS = ("runtime", "batch", "threads", "ms (median)", "ms (95%)", "ms (fastest)", "examples/s", "fastest / ours")
 
 
 @dataclass(frozen=True)
 class LayerTime:
     """A step of our runtime, for one example."""
 
-    layer: str
-    kernel: str
-    reason: str
-    density: float | None
-    multiplications: int
-    microseconds: float
+    layer: Annotated[str, Column("layer")]
+    kernel: Annotated[str, Column("kernel")]
+    reason: Annotated[str, Column("why")]
+    density: Annotated[float | None, Column("not zero", ".1%")]
+    multiplications: Annotated[int, Column("multiplications (M)", ".2f", scale=1e-6)]
+    microseconds: Annotated[float, Column("µs", ".1f")]
 
-    def cells(self) -> list[str]:
-        """Return the row of a table with `LAYER_HEADERS`."""
-        density = NOTHING if self.density is None else f"{self.density:.1%}"
-        counted = f"{self.multiplications / 1e6:.2f}" if self.multiplications else NOTHING
-        return [
-            self.layer or NOTHING,
-            self.kernel,
-            self.reason or NOTHING,
-            density,
-            counted,
-            f"{self.microseconds:.1f}",
-        ]
-
-
-LAYER_HEADERS = ("layer", "kernel", "why", "not zero", "multiplications (M)", "µs")
+    def cells(self) -> dict[str, str]:
+        """Return the step as text by column."""
+        return cells(self) | ({} if self.multiplications else {"multiplications (M)": NOTHING})
 
 
 def others(told: Callable[[str], None]) -> list[str]:

@@ -69,6 +69,7 @@ def speed(
         from dataclasses import asdict
 
         from dirprune.lab import plots
+        from dirprune.lab.records.columns import cells
         from dirprune.lab.records.tables import write_rows
         from dirprune.lab.studies.deployment import speed as work
         from dirprune.lab.studies.deployment.figures import speed_figure
@@ -85,8 +86,8 @@ def speed(
         layers = work.layers(file)
         write_rows(out / "speed.csv", work.Latency, found)
         write_rows(out / "layers.csv", work.LayerTime, layers)
-        output.table("Layers of one example, one thread", work.LAYER_HEADERS, [row.cells() for row in layers], left=3)
-        output.table("Latency", work.HEADERS, [row.cells() for row in found])
+        output.rows("Layers of one example, one thread", [row.cells() for row in layers], left=3)
+        output.rows("Latency", [cells(row) for row in found])
         figure = plots.save(speed_figure(found), out / "speed.png")
         output.tell(f"Numbers: {out}/speed.csv, {out}/layers.csv; figure: {figure}")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from dirprune.curvature.lanczos import Eigenpairs
 from dirprune.direction import eigenspace_share
 from dirprune.lab.progress import Progress
 from dirprune.lab.records import checkpoint
-from dirprune.lab.records.columns import Amount, Count
+from dirprune.lab.records.columns import Amount, Column, Count
 from dirprune.lab.records.tables import merge_rows, read_rows
 from dirprune.lab.studies.direction.spectrum import Lanczos, Subject, measuring_runs, subject
 from dirprune.lab.training.optimizers import Grda
@@ -40,28 +42,20 @@ class ProjectionRow:
         examples: number of training examples in the Hessian.
     """
 
-    epoch: int
-    run: str
+    epoch: Annotated[int, Column("epoch")]
+    run: Annotated[str, Column("run")]
     c: Amount
     mu: Amount
-    share: Amount
-    random_level: Amount
+    share: Annotated[float, Column("share", ".4f", valid=(0, math.inf))]
+    random_level: Annotated[float, Column("random", ".4f", valid=(0, math.inf))]
     eigenvectors: Count
     norm_delta: Amount
     norm_sgd: Amount
     norm_grda: Amount
     products: Count
-    residual: Amount
-    converged: bool
+    residual: Annotated[float, Column("residual", ".1e", valid=(0, math.inf))]
+    converged: Annotated[bool, Column("converged")]
     examples: Count
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the row as text, one cell for each of `COLUMNS`."""
-        numbers = (f"{self.share:.4f}", f"{self.random_level:.4f}", f"{self.residual:.1e}")
-        return (self.run, str(self.epoch), *numbers, "yes" if self.converged else "no")
-
-
-COLUMNS = ("run", "epoch", "share", "random", "residual", "converged")
 
 
 @dataclass(frozen=True)

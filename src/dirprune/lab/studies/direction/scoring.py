@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from dirprune.curvature import hessian_diagonal
 from dirprune.curvature.basis import inner
 from dirprune.direction import directional_prune, directional_score, lam_for_sparsity
 from dirprune.lab.progress import Progress
-from dirprune.lab.records.columns import Count, Fraction, Percent
+from dirprune.lab.records.columns import Column, Fraction, Percent, cells
 from dirprune.lab.records.tables import merge_rows, read_rows, write_rows
 from dirprune.lab.studies.direction.spectrum import (
     Lanczos,
@@ -58,24 +58,19 @@ class ScoreRow:
         train_loss, train_accuracy: on the training data without augmentation; accuracies in percent.
     """
 
-    method: str
-    k: Count
+    method: Annotated[str, Column("method")]
+    k: Annotated[int, Column("k", valid=(0, math.inf))]
     wanted: Fraction
-    lam: float
-    sparsity: Fraction
-    train_loss: float
+    lam: Annotated[float, Column("λ", ".3g")]
+    sparsity: Annotated[float, Column("sparsity (%)", ".1f", scale=100, valid=(0, 1))]
+    train_loss: Annotated[float, Column("train loss", ".4g")]
     train_accuracy: Percent
     test_loss: float
-    test_accuracy: Percent
+    test_accuracy: Annotated[float, Column("test accuracy (%)", ".2f", valid=(0, 100))]
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the row as text, one cell for each of `COLUMNS`; only directional pruning has a k."""
-        k = str(self.k) if self.method == "directional" else NOTHING
-        numbers = (f"{100 * self.sparsity:.1f}", f"{self.train_loss:.4g}", f"{self.test_accuracy:.2f}")
-        return (self.method, k, f"{self.lam:.3g}", *numbers)
-
-
-COLUMNS = ("method", "k", "λ", "sparsity (%)", "train loss", "test accuracy (%)")
+    def cells(self) -> dict[str, str]:
+        """Return the row as text by column; only directional pruning has a k."""
+        return cells(self) | ({} if self.method == "directional" else {"k": NOTHING})
 
 
 @dataclass(frozen=True)

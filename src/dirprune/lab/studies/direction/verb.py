@@ -58,9 +58,10 @@ def project(
     """Measure how much of gRDA's difference from SGD lies in the leading Hessian eigenspace, along training."""
     with clear_errors(CONTINUE):
         from dirprune.lab import plots
+        from dirprune.lab.records.columns import cells
         from dirprune.lab.records.tables import read_rows
         from dirprune.lab.studies.direction.figures import projection_figure
-        from dirprune.lab.studies.direction.projection import COLUMNS, ProjectionRow
+        from dirprune.lab.studies.direction.projection import ProjectionRow
         from dirprune.lab.studies.direction.projection import project as projecting
         from dirprune.lab.studies.direction.published import shares
         from dirprune.lab.studies.direction.spectrum import Lanczos
@@ -83,7 +84,7 @@ def project(
         theirs = shares(sgd.recipe.task.data, sgd.recipe.model)
         figure = plots.save(projection_figure(measured, theirs), out / "projection.png")
         title = f"‖PΔ‖/‖Δ‖ on {rows[0].examples:,} training examples"
-        output.table(title, COLUMNS, [row.cells() for row in rows])
+        output.rows(title, [cells(row) for row in rows], left=2)
         output.tell(f"Numbers: {out}; figure: {figure}")
 
 
@@ -113,7 +114,7 @@ def score(
     with clear_errors(CONTINUE):
         from dirprune.lab import plots
         from dirprune.lab.studies.direction.figures import score_figure
-        from dirprune.lab.studies.direction.scoring import COLUMNS, measured
+        from dirprune.lab.studies.direction.scoring import measured
         from dirprune.lab.studies.direction.scoring import score as scoring
         from dirprune.lab.studies.direction.spectrum import Lanczos
         from dirprune.lab.training import runs
@@ -134,7 +135,7 @@ def score(
         drive("score", steps, Interruption(minutes), output)
         rows = measured(out)  # includes rows of earlier commands
         figure = plots.save(score_figure(rows), out / "score.png")
-        output.table("Pruned without retraining", COLUMNS, [row.cells() for row in rows])
+        output.rows("Pruned without retraining", [row.cells() for row in rows])
         of_others = "for the other methods, the largest |w|, saliency or rise of the loss that was pruned"
         output.tell(f"λ: path parameter for directional pruning; {of_others}.")
         output.tell(f"Numbers: {out}; figure: {figure}")

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from matplotlib.figure import Figure
 
 from dirprune.lab import plots
 from dirprune.lab.plots import Axis
 from dirprune.lab.records import checkpoint
+from dirprune.lab.records.columns import Column
 from dirprune.lab.training import runs
 from dirprune.lab.training.recipe import FREE_TO_CHANGE, differing
 from dirprune.lab.training.runs import Run
-
-COLUMNS = ("gRDA", "SGD", "epoch", "zeros (%)", "others with SGD's sign (%)")
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,11 @@ class SignRow:
     Both runs start from the same weights and see the same minibatches.
     """
 
-    grda: str
-    sgd: str
-    epoch: int
-    zeros: float
-    alike: float
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the row as text, one cell for each of `COLUMNS`."""
-        return (self.grda, self.sgd, str(self.epoch), f"{100 * self.zeros:.2f}", f"{100 * self.alike:.2f}")
+    grda: Annotated[str, Column("gRDA")]
+    sgd: Annotated[str, Column("SGD")]
+    epoch: Annotated[int, Column("epoch")]
+    zeros: Annotated[float, Column("zeros (%)", ".2f", scale=100)]
+    alike: Annotated[float, Column("others with SGD's sign (%)", ".2f", scale=100)]
 
 
 def beside_sgd(members: Sequence[Run]) -> Iterator[SignRow]:

@@ -166,13 +166,12 @@ def value(record: EpochRecord, metric: str) -> float:
     return 100 * number if metric == "sparsity" else number
 
 
-COLUMNS = ("metric", "epoch", "ours", "runs", "paper", "off by", "comparable logs", "off by those")
 SPARE = ("runs", "off by those", "comparable logs")
 """Columns that are dropped on a narrow terminal, in this order."""
 
 
-def tables(cells: Iterable[Cell]) -> dict[str, list[tuple[str, ...]]]:
-    """Return the cells that have runs, by setting, as rows of text for `COLUMNS`."""
+def tables(cells: Iterable[Cell]) -> dict[str, list[dict[str, str]]]:
+    """Return the cells that have runs, by setting, as rows of text by column."""
     found = {}
     for setting, group in by_setting(cells).items():
         if have := [cell for cell in group if not cell.missing]:
@@ -273,20 +272,20 @@ def missing(cells: Iterable[Cell]) -> list[str]:
     return lines
 
 
-def _row(cell: Cell) -> tuple[str, ...]:
+def _row(cell: Cell) -> dict[str, str]:
     given = cell.published
     digits = 3 if given.metric.endswith("loss") else 2
     paper, logs = (f"{e.mean:.{digits}f} ± {e.std:.{digits}f}" for e in (given.paper, given.comparable))
-    return (
-        given.metric.replace("accuracy", "acc.").replace("_", " "),
-        str(given.epoch),
-        f"{cell.mean:.{digits}f}",
-        str(len(cell.ours)),
-        paper,
-        format_deviation(cell.mean, given.paper),
-        f"{logs} ({given.comparable.n})",
-        format_deviation(cell.mean, given.comparable),
-    )
+    return {
+        "metric": given.metric.replace("accuracy", "acc.").replace("_", " "),
+        "epoch": str(given.epoch),
+        "ours": f"{cell.mean:.{digits}f}",
+        "runs": str(len(cell.ours)),
+        "paper": paper,
+        "off by": format_deviation(cell.mean, given.paper),
+        "comparable logs": f"{logs} ({given.comparable.n})",
+        "off by those": format_deviation(cell.mean, given.comparable),
+    }
 
 
 def format_deviation(mean: float, estimate: Estimate) -> str:

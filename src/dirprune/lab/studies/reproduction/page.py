@@ -13,7 +13,7 @@ from dirprune.lab import plots, published
 from dirprune.lab.plots import Curve
 from dirprune.lab.published import METRICS, Estimate, Setting
 from dirprune.lab.records.tables import read_rows
-from dirprune.lab.studies.bench import BAR_COLUMNS, PEAK_FLOPS, Measured, bars
+from dirprune.lab.studies.bench import PEAK_FLOPS, Measured, bars
 from dirprune.lab.studies.reproduction import cells as reproduce
 from dirprune.lab.studies.reproduction import figures as reproduction_plots
 from dirprune.lab.studies.reproduction import ledger
@@ -265,8 +265,8 @@ def _costs(bench: list[Measured]) -> str:
         origins.setdefault(f"{own.hardware}, torch {own.torch}, commit {own.commit}", []).append(own.model)
     told = [f"{', '.join(dict.fromkeys(models))}: {where}" for where, models in origins.items()]
     origin = f"Ours, {'; '.join(told)}." if told else "Ours are not measured yet; `dirprune bench` measures them."
-    asked = [list(each.cells()) for each in bars(list(measured.values()))]
-    goals = ["Our targets:", table(list(BAR_COLUMNS), asked)] if asked else []
+    asked = [each.cells() for each in bars(list(measured.values()))]
+    goals = ["Our targets:", table(list(asked[0]), [list(row.values()) for row in asked])] if asked else []
     if lacking := list(dict.fromkeys(own.model for own in measured.values() if own.peak_mib is None)):
         goals.append(f"Not measured yet: the memory of {', '.join(lacking)}.")
     return "\n\n".join([table(head, rows), origin, *goals])

@@ -79,7 +79,7 @@ def reproduce(
             )
         cells = comparing.compare(results)
         for title, rows in comparing.tables(cells).items():
-            output.table(f"{title}", comparing.COLUMNS, rows, spare=comparing.SPARE)
+            output.rows(title, rows, spare=comparing.SPARE)
             output.tell("")
         for cell in cells:
             if not cell.missing:
