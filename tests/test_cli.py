@@ -42,6 +42,7 @@ from dirprune.lab.studies.theorem.trajectory import TrajectoryRow
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import assemble
 from dirprune.lab.training.recipe import Recipe
+from dirprune.zeros import LayerSparsity
 
 MODULE = """
 from torch import nn
@@ -318,9 +319,26 @@ def test_a_share_of_zeros_is_met() -> None:
     result = call("train", "digits", *words, "--sparsity", 0.75, "--out", "run")
     assert result.exit_code == 0, result.stderr
     assert runs.load(Path("run")).records()[-1].weight_sparsity == 0.75  # of 640 weights, without the biases
-    for other in (("--c", 0.1), ("--optimizer", "sgd"), ("--mu", 0.6)):
+    for other in (("--c", 0.1), ("--optimizer", "sgd"), ("--mu", 0.6), ("--macs", 0.5)):
         assert call("train", "digits", "--sparsity", 0.75, *other, "--out", "other").exit_code == 1
     assert not Path("other").exists()
+
+
+def test_a_share_of_the_multiplications_is_saved() -> None:
+    result = call("train", "digits", "--epochs", 2, "--batch-size", 200, "--macs", 0.8, "--out", "run")
+    assert result.exit_code == 0, result.stderr
+    uses = {"conv1": 64, "conv2": 64, "conv3": 16, "fc1": 1, "fc2": 1}  # positions of the 8 × 8 images, halved twice
+    weights = {layer.name.removesuffix(".weight"): layer for layer in runs.load(Path("run")).outcome().zeros.layers}
+    whole, saved = (sum(uses[name] * number(weights[name]) for name in uses) for number in (_total, _zeros))
+    assert saved / whole == pytest.approx(0.8, abs=64 / whole)  # to the costliest weight
+
+
+def _total(layer: LayerSparsity) -> int:
+    return layer.total
+
+
+def _zeros(layer: LayerSparsity) -> int:
+    return layer.zeros
 
 
 def test_options_of_another_optimizer_are_refused() -> None:

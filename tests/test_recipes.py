@@ -17,7 +17,6 @@ from dirprune.lab.names import unknown
 from dirprune.lab.tasks import Images
 from dirprune.lab.training import recipes
 from dirprune.lab.training.execution import Execution
-from dirprune.lab.training.experiment import make_optimizer
 from dirprune.lab.training.optimizers import Grda, Sgd, TargetGrda
 from dirprune.lab.training.recipe import Recipe, differing
 from dirprune.lab.training.schedules import Schedule
@@ -309,20 +308,19 @@ def test_the_device_decides_how_steps_run() -> None:
 def test_the_optimizer_is_made_as_the_recipe_says() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     recipe = recipes.get("digits").but(momentum=0.9, nesterov=True, weight_decay=5e-4)
-    cpu = torch.device("cpu")
     shared = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
 
-    sgd = make_optimizer(recipe.but(optimizer="sgd"), model, cpu)
+    sgd = recipe.but(optimizer="sgd").optimizer.make(model)
     assert type(sgd) is torch.optim.SGD
     assert shared.items() <= sgd.param_groups[0].items()
 
-    grda = make_optimizer(recipe, model, cpu)
+    grda = recipe.optimizer.make(model)
     assert type(grda) is GRDA
     [group] = grda.param_groups  # all parameters are thresholded alike
     assert (shared | {"c": 0.016, "mu": 0.7}).items() <= group.items()
     assert len(group["params"]) == 4
 
-    exempting = make_optimizer(recipe.but(exempt=("bias", "norm")), model, cpu)
+    exempting = recipe.but(exempt=("bias", "norm")).optimizer.make(model)
     thresholded = [p for group in exempting.param_groups if group["c"] for p in group["params"]]
     assert len(thresholded) == 1
     assert thresholded[0] is model[0].weight

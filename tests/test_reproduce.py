@@ -30,7 +30,7 @@ from dirprune.lab.studies.reproduction import cells as reproduce
 from dirprune.lab.studies.reproduction import figures as reproduction_plots
 from dirprune.lab.studies.reproduction import ledger
 from dirprune.lab.studies.reproduction import page as reproduction_page
-from dirprune.lab.training import recipes, runs, series
+from dirprune.lab.training import at_once, recipes, runs, series
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.lab.training.recipe import Recipe
 
@@ -691,7 +691,7 @@ def test_training_that_is_stopped_is_in_the_ledger_and_goes_on(
             yield step
 
     with monkeypatch.context() as patch:
-        patch.setattr(series, "series", interrupted)
+        patch.setattr(at_once, "series", interrupted)
         stopped = call(*command, "--keep", "1")
     assert stopped.exit_code == 130
     assert "Stopped; 1 of 2 runs are complete. Run the same command to continue." in stopped.stderr

@@ -105,6 +105,9 @@ def train(
         float | None,
         typer.Option(help="The share of zeros to end with, met exactly by gRDA; in place of --c and --mu."),
     ] = None,
+    macs: Annotated[
+        float | None, typer.Option(help="The share of the multiplications to save, likewise; in place of --sparsity.")
+    ] = None,
     c: Annotated[float | None, typer.Option(help="gRDA's pruning strength, ≥ 0.")] = None,
     mu: Annotated[float | None, typer.Option(help="gRDA's growth exponent, in (0, 1].")] = None,
     exempt: Annotated[
@@ -163,11 +166,15 @@ def train(
 
         base = recipes.find(recipe)
         kind = OPTIMIZERS[optimizer.value if optimizer else base.optimizer.name]
-        to_target = sparsity is not None and (optimizer is None or kind.knob)
+        if sparsity is not None and macs is not None:
+            raise ValueError(f"--sparsity {sparsity:g} and --macs {macs:g} exclude each other; give one")
+        share = macs if sparsity is None else sparsity
+        to_target = share is not None and (optimizer is None or kind.knob)
         chosen = changed(
             base,
             optimizer=kind.targeted if to_target else optimizer and optimizer.value,
-            sparsity=sparsity,
+            sparsity=share,
+            of=None if macs is None else "macs",
             c=c,
             mu=mu,
             exempt=None if exempt is None else _names(exempt),

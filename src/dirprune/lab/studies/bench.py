@@ -81,7 +81,7 @@ class _Trainer:
         self.execution = recipe.execution(device.type)
         torch.manual_seed(0)
         self.model = self.execution.place(models.build(recipe.model, loaders.classes), device)
-        optimizer_ = make_optimizer(recipe, self.model, device)
+        optimizer_ = make_optimizer(recipe, self.model, device, loaders)
         lowered(self.model, optimizer_, self.execution).__enter__()  # never left: the trainer is thrown away
         self.scoring = make_scoring(self.model, self.model, self.execution, device)
         self.loaders = loaders

@@ -22,6 +22,7 @@ from dirprune.lab.methods import Method
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.files import as_read
 from dirprune.lab.training.loop import Divergence, EpochRecord, train
+from dirprune.lab.training.optimizers import Plan
 from dirprune.lab.training.processes import Process
 from dirprune.lab.training.recipe import Recipe
 from dirprune.lab.training.reward import Reward
@@ -61,8 +62,7 @@ def assemble(recipe: Recipe, *, device: torch.device, root: Path | None, process
     with seeded(recipe.seed):
         model = models.build(recipe.model, loaders.classes)
     model = recipe.execution(device.type).place(model, device)
-    steps = recipe.epochs * len(loaders.train)
-    return Parts(model, make_optimizer(recipe, model, device, steps), loaders)
+    return Parts(model, make_optimizer(recipe, model, device, loaders), loaders)
 
 
 def load_data(
@@ -80,10 +80,12 @@ def load_data(
     )
 
 
-def make_optimizer(recipe: Recipe, model: nn.Module, device: torch.device, steps: int | None = None) -> Optimizer:
-    """Return the recipe's optimizer. If steps are captured, its learning rate is a tensor on the device."""
-    captured_on = device if recipe.execution(device.type).captures(device) else None
-    return recipe.optimizer.make(model, captured_on, steps)
+def make_optimizer(recipe: Recipe, model: nn.Module, device: torch.device, loaders: data.Loaders) -> Optimizer:
+    """Return the recipe's optimizer of a model that is trained on these loaders."""
+    execution = recipe.execution(device.type)
+    example = loaders.example(1, device).to(memory_format=execution.memory_format)
+    captured_on = device if execution.captures(device) else None
+    return recipe.optimizer.make(model, Plan(recipe.epochs * len(loaders.train), example, captured_on))
 
 
 def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:

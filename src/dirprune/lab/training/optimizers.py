@@ -10,10 +10,33 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from dirprune import GRDA, AdamGRDA, prunable_groups
+from dirprune import GRDA, AdamGRDA, macs, prunable_groups
 from dirprune.lab.names import unknown
 from dirprune.lab.ranges import BELOW_ONE, BETWEEN, FRACTION, NOT_NEGATIVE, POSITIVE, UP_TO_ONE, BadValue, check
 from dirprune.lab.records.columns import plain, types
+
+MEASURES = {"weights": "weights", "macs": "cost"}
+"""What the share of a target may be measured in, and what the optimizers call it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an optimizer may have to know of the training that it is made for.
+
+    Args:
+        steps: the length of the whole training.
+        example: one example of the inputs.
+        captured_on: the device on which steps are captured, if they are; the learning rate then lies there.
+    """
+
+    steps: int
+    example: Tensor
+    captured_on: torch.device | None = None
+
+
+def check_measure(of: str) -> None:
+    if of not in MEASURES:
+        raise BadValue("of", of, f"take {' or '.join(MEASURES)}")
 
 
 @dataclass(frozen=True)
@@ -48,28 +71,22 @@ class OptimizerSpec:
     def setting(self) -> str:
         """A short description of how it prunes: "gRDA c=0.016 μ=0.7"."""
         told = {name: "unknown" if vars(self)[name] is None else vars(self)[name] for name in self.decides}
-        return " ".join([self.label, *(f"{'μ' if name == 'mu' else name}={value}" for name, value in told.items())])
+        words = [f"{'μ' if name == 'mu' else name}={value}" for name, value in told.items()]
+        return " ".join([self.label, *words, *(["of macs"] if vars(self).get("of") == "macs" else [])])
 
     @property
     def tag(self) -> str:
         """The same for the name of a folder: "grda-c0.016-mu0.7"."""
-        return "-".join([self.name, *(f"{name}{vars(self)[name]:g}" for name in self.decides)])
+        words = [f"{name}{vars(self)[name]:g}" for name in self.decides]
+        return "-".join([self.name, *words, *(["macs"] if vars(self).get("of") == "macs" else [])])
 
     @property
     def effective_lr(self) -> float:
         """The rate of a long run of equal gradients."""
         return self.lr
 
-    def make(
-        self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
-    ) -> torch.optim.Optimizer:
-        """Return the optimizer of a model.
-
-        Args:
-            model: on its device.
-            captured_on: the device on which steps are captured, if they are; the learning rate then lies there.
-            steps: the length of the whole training.
-        """
+    def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+        """Return the optimizer of a model, which is on its device, for steps that run as planned."""
         raise NotImplementedError
 
 
@@ -97,9 +114,8 @@ class Sgd(OptimizerSpec):
     def effective_lr(self) -> float:
         return self.lr / (1 - self.momentum)
 
-    def make(
-        self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
-    ) -> torch.optim.Optimizer:
+    def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+        captured_on = plan.captured_on if plan else None
         lr = self.lr if captured_on is None else torch.tensor(self.lr, device=captured_on)
         return SGD(model.parameters(), lr=lr, fused=True if captured_on else None, **self._inertia())
 
@@ -127,10 +143,8 @@ class Grda(Sgd):
         check(vars(self), c=NOT_NEGATIVE, mu=UP_TO_ONE)
         object.__setattr__(self, "exempt", tuple(self.exempt))  # a list, in a file of the user's own
 
-    def make(
-        self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
-    ) -> torch.optim.Optimizer:
-        return _thresholding(self, model, self.c, self.mu, captured_on)
+    def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+        return _thresholding(self, model, self.c, self.mu, plan)
 
 
 @dataclass(frozen=True)
@@ -160,21 +174,19 @@ class Rda(Sgd):
         check(vars(self), lam=NOT_NEGATIVE)
         object.__setattr__(self, "exempt", tuple(self.exempt))
 
-    def make(
-        self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
-    ) -> torch.optim.Optimizer:
-        return _thresholding(self, model, self.lam / math.sqrt(self.effective_lr), 1.0, captured_on)
+    def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+        return _thresholding(self, model, self.lam / math.sqrt(self.effective_lr), 1.0, plan)
 
 
-def _thresholding(spec: Grda | Rda, model: nn.Module, c: float, mu: float, captured_on: torch.device | None) -> GRDA:
+def _thresholding(spec: Grda | Rda, model: nn.Module, c: float, mu: float, plan: Plan | None) -> GRDA:
     groups = prunable_groups(model, c, spec.exempt) if spec.exempt else model.parameters()
-    captured = captured_on is not None
+    captured = plan is not None and plan.captured_on is not None
     return GRDA(groups, lr=spec.lr, c=c, mu=mu, capturable=captured, **spec._inertia())
 
 
 @dataclass(frozen=True)
 class TargetGrda(Sgd):
-    """gRDA that ends with exactly this share of zeros among the weights that are not exempt."""
+    """gRDA that ends with exactly this share of zeros, ``of`` the weights that are not exempt or of their macs."""
 
     name: ClassVar[str] = "grda-target"
     label: ClassVar[str] = "gRDA"
@@ -185,18 +197,28 @@ class TargetGrda(Sgd):
     can_be_captured: ClassVar[bool] = False
 
     sparsity: float = 0.9
+    of: str = "weights"
     exempt: tuple[str, ...] = ("bias", "norm")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_measure(self.of)
         check(vars(self), sparsity=BETWEEN)
         object.__setattr__(self, "exempt", tuple(self.exempt))
 
-    def make(
-        self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
-    ) -> torch.optim.Optimizer:
-        groups = prunable_groups(model, exempt=self.exempt)
-        return GRDA(groups, lr=self.lr, target=self.sparsity, steps=steps, **self._inertia())
+    def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+        groups = _to_prune(model, self.exempt, self.of, plan)
+        steps = plan.steps if plan else None
+        return GRDA(groups, lr=self.lr, target=self.sparsity, of=MEASURES[self.of], steps=steps, **self._inertia())
+
+
+def _to_prune(model: nn.Module, exempt: tuple[str, ...], of: str, plan: Plan | None) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer with a target, with what each weight costs if the target counts that."""
+    if of == "weights":
+        return prunable_groups(model, exempt=exempt)
+    if plan is None:
+        raise ValueError(f"of={of!r} needs an example of the inputs; give a plan")
+    return prunable_groups(model, exempt=exempt, cost=macs(model, plan.example))
 
 
 @dataclass(frozen=True)
@@ -218,9 +240,8 @@ class Adamw(OptimizerSpec):
     def __post_init__(self) -> None:
         check(vars(self), lr=POSITIVE, beta1=BELOW_ONE, beta2=BELOW_ONE, weight_decay=NOT_NEGATIVE, clip=NOT_NEGATIVE)
 
-    def make(
-        self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
-    ) -> torch.optim.Optimizer:
+    def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+        captured_on = plan.captured_on if plan else None
         on_device = captured_on is not None
         lr = torch.tensor(self.lr, device=captured_on) if on_device else self.lr
         fused = next(model.parameters()).is_cuda
@@ -242,7 +263,7 @@ def _clip(parameters: list[Tensor], norm: float) -> None:
 
 @dataclass(frozen=True)
 class TargetAdamGrda(Adamw):
-    """AdamGRDA that ends with exactly this share of zeros among the weights that are not exempt."""
+    """AdamGRDA that ends with exactly this share of zeros, ``of`` the weights that are not exempt or of their macs."""
 
     name: ClassVar[str] = "adamgrda"
     label: ClassVar[str] = "AdamGRDA"
@@ -253,6 +274,7 @@ class TargetAdamGrda(Adamw):
     can_be_captured: ClassVar[bool] = False
 
     sparsity: float = 0.9
+    of: str = "weights"
     power: float = 0.0
     shape: str = "soft"
     prune_until: float = 0.25
@@ -261,15 +283,19 @@ class TargetAdamGrda(Adamw):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_measure(self.of)
         check(vars(self), sparsity=BETWEEN, power=FRACTION, prune_until=UP_TO_ONE, fix_at=UP_TO_ONE)
         object.__setattr__(self, "exempt", tuple(self.exempt))
 
-    def make(
-        self, model: nn.Module, captured_on: torch.device | None = None, steps: int | None = None
-    ) -> torch.optim.Optimizer:
-        plan = {"target": self.sparsity, "steps": steps, "prune_until": self.prune_until, "fix_at": self.fix_at}
-        groups = prunable_groups(model, exempt=self.exempt)
-        made = AdamGRDA(groups, lr=self.lr, power=self.power, shape=self.shape, **plan, **self._moments())  # type: ignore[arg-type]
+    def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+        phases = {
+            "target": self.sparsity,
+            "of": MEASURES[self.of],
+            "prune_until": self.prune_until,
+            "fix_at": self.fix_at,
+        }
+        options: Any = {**phases, "steps": plan.steps if plan else None, "power": self.power, "shape": self.shape}
+        made = AdamGRDA(_to_prune(model, self.exempt, self.of, plan), lr=self.lr, **options, **self._moments())
         return self._clipped(made)
 
 

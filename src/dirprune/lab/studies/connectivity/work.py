@@ -247,7 +247,7 @@ def _fit(job: _Job) -> Iterator[Progress]:
     """Fit the curve from its current epoch to the last."""
     options, folder = job.options, job.out / "checkpoints"
     settings = replace(job.recipe, optimizer=Sgd(lr=options.lr, momentum=options.momentum), method=None)
-    optimizer = experiment.make_optimizer(settings, job.curve, job.device)
+    optimizer = experiment.make_optimizer(settings, job.curve, job.device, job.loaders)
     found = checkpoint.latest(folder)
     done = 0
     if found is not None:
