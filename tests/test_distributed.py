@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dirprune import GRDA
+from dirprune import GRDA, macs
 from dirprune.deploy import keep_zeros, load_sparse, save_sparse
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed's own warnings
@@ -109,6 +109,8 @@ def run_ddp(rank: int, folder: Path) -> None:
 
 def run_fsdp(rank: int, folder: Path) -> None:
     model, optimizer = sharded()
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is sharded; count before"):
+        macs(model, batch(0))
     gathering = optimizer.register_step_pre_hook(gather_gradients)
     train(model, optimizer, range(2), rank, 2)
     gathering.remove()

@@ -54,6 +54,9 @@ def macs(model: nn.Module, *inputs: Any, examples: int | None = None) -> dict[st
     unshaped = [name for name, p in model.named_parameters() if is_lazy(p)]
     if unshaped:
         raise ValueError(f"parameter {unshaped[0]!r} has no shape yet; run the model once before counting")
+    sharded = [name for name, p in model.named_parameters() if hasattr(p, "full_tensor")]
+    if sharded:
+        raise ValueError(f"parameter {sharded[0]!r} is sharded; count before the model is, or on a copy that is not")
     count = _examples(inputs) if examples is None else examples
     if count < 1:
         raise ValueError(f"the inputs hold {count} examples; give at least one")
