@@ -476,3 +476,18 @@ def test_weights_that_others_write_are_where_the_next_step_starts(path: dict[str
     for p, q in zip(fused_params, plain_params, strict=True):
         torch.testing.assert_close(p, q)
         assert (p <= 0.5).all()  # near the clamped weights, not where the accumulators would be without clamping
+
+
+@pytest.mark.parametrize("path", FUSED)
+@pytest.mark.parametrize("shape", ["soft", "garrote", "hard"])
+def test_a_target_is_met_as_on_the_single_tensor_path(shape: str, path: dict[str, Any]) -> None:
+    fused_params, plain_params = on_device(), on_device()
+    common = {"lr": 0.05, "target": 0.7, "steps": 10, "shape": shape, "momentum": 0.9}
+    fused = GRDA(fused_params, **common, **path)
+    plain = GRDA(plain_params, **common, foreach=False, fused=False)
+    for steps in (range(5), range(5, 9), range(9, 11)):  # until zeros come, until they are fixed, and after
+        step_both((fused, fused_params), (plain, plain_params), steps)
+        for p, q in zip(fused_params, plain_params, strict=True):
+            torch.testing.assert_close(p, q)
+            assert torch.equal(p == 0, q == 0)
+    assert fused.progress().zeros == round(0.7 * fused.progress().weights)
