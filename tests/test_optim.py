@@ -1274,3 +1274,24 @@ def test_a_state_in_which_something_is_spoilt_is_refused_by_a_value_error() -> N
             else:
                 optimizer.load_state_dict(saved)
     assert refused > 250
+
+
+def steps_with(c: float, count: int = 301, **options: Any) -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(0.05 * torch.randn(50, 40)), nn.Parameter(torch.randn(10))]
+    optimizer = GRDA([{"params": params[:1]}, {"params": params[1:], "c": 0.0}], lr=1e-3, momentum=0.9, c=c, **options)
+    for _ in range(count):
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+
+
+def test_a_c_that_prunes_nothing_or_everything_is_said_once_and_early() -> None:
+    with pytest.warns(UserWarning, match=r"c=1e-06 prunes next to nothing.*target=") as said:
+        steps_with(1e-6, 700)
+    assert len(said) == 1
+    with pytest.warns(UserWarning, match=r"1 of 1 tensors that are pruned are entirely zero.*\(50, 40\).*smaller c"):
+        steps_with(10.0)
+    steps_with(0.05)  # warnings are errors in these tests
+    steps_with(0.0)
+    steps_with(10.0, 299)

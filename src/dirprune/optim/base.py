@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 from dirprune._support.graphs import is_capturing
 from dirprune._support.rates import place_lr
 from dirprune.optim.options import check_options
+from dirprune.optim.outlook import OUTLOOK_AFTER, warn_of_extremes
 from dirprune.optim.paths import check_parameters, fused_obstacle, scalar_device
 from dirprune.optim.selection import Member, Sample, smallest, summed
 from dirprune.optim.state import Loading, adopt_weights, check_form, first_state, fix_zeros, local, widen
@@ -39,12 +40,14 @@ class Thresholded(Optimizer):
         self._launchers: dict[tuple[int, torch.device], Any] = {}
         self._versions: list[list[int]] = []
         self._sample: tuple[list[Tensor], Sample] | None = None
+        self._taken = 0
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._versions = []
         self._sample = None
+        self._taken = 0
         self.__dict__.setdefault("_launchers", {})  # kept when a state is loaded: captured graphs read their tables
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -177,6 +180,9 @@ class Thresholded(Optimizer):
         self._fix_zeros()
         if not torch.compiler.is_compiling():
             self._versions = [_versions(group) for group in self.param_groups]
+            self._taken += 1
+            if self._taken == OUTLOOK_AFTER and self.defaults["plan"] is None:
+                warn_of_extremes(self._thresholded(), self.state)
         return loss
 
     def _step_group(self, index: int, group: dict[str, Any]) -> None:
@@ -258,6 +264,7 @@ class Thresholded(Optimizer):
             plan.aim(self._sample[1].threshold(members, plan.share(plan.step + plan.horizon)))
         if plan.advance():
             followers = [(self.begin(p, group)["threshold"], scale) for p, group, scale, _ in self._thresholded()]
+            plan.place(followers[0][0].device)  # a loaded plan may be elsewhere
             scaled = [plan.threshold if scale == 1 else plan.threshold * scale for _, scale in followers]
             torch._foreach_copy_([threshold for threshold, _ in followers], scaled)
 

@@ -67,7 +67,10 @@ class Sample:
             parts.setdefault(m.shards, []).append(sizes.to(members[0].v.device))
         values = torch.cat([_gather(torch.cat(sizes), groups) for groups, sizes in parts.items()])
         k = round(share * values.numel())
-        return values.kthvalue(k).values.double() if k else values.new_zeros((), dtype=torch.float64)
+        if not k:
+            return values.new_zeros((), dtype=torch.float64)
+        # Faster on a CPU; on CUDA torch calls it nondeterministic.
+        return (values.kthvalue(k).values if values.is_cpu else values.sort().values[k - 1]).double()
 
 
 def _gather(values: Tensor, groups: Sequence[Any]) -> Tensor:

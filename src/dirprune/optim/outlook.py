@@ -1,0 +1,52 @@
+"""A warning early in a run whose fixed c will prune next to nothing, or has pruned everything."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dirprune._support.graphs import is_capturing
+from dirprune.optim.state import local
+
+OUTLOOK_AFTER = 300
+"""Steps after which an optimizer looks once at what its c does."""
+_LONGER = 100
+"""The outlook is for a run of that many times the steps, at the present rate."""
+_LITTLE = 0.01
+
+
+@torch.no_grad()
+def warn_of_extremes(
+    parts: Sequence[tuple[Tensor, dict[str, Any], float, float]], states: Mapping[Tensor, Any]
+) -> None:
+    """Warn if all of some tensor is zero, or if even a run 100 times as long would prune less than 1%.
+
+    Each of ``parts`` begins with a parameter that is thresholded and its group.
+    """
+    stepped = [(p, group, states[p]) for p, group, *_ in parts if states.get(p) and p.numel()]
+    if not stepped or is_capturing(stepped[0][0].device):
+        return
+    dead = [tuple(p.shape) for p, *_ in stepped if p.numel() > 1 and not local(p).any()]
+    if dead:
+        warnings.warn(
+            f"after {OUTLOOK_AFTER} steps {len(dead)} of {len(stepped)} tensors that are pruned are entirely zero, "
+            f"e.g. one of shape {dead[0]}: give a smaller c, or ask for a share of zeros with target=…",
+            stacklevel=4,
+        )
+        return
+    soon = total = 0
+    for _, group, state in stepped:
+        v = local(state["accumulator"])
+        tau = float(state["threshold"]) * _LONGER ** group["mu"]  # n^μ, if the rate stays
+        soon, total = soon + int((v.abs() <= tau).sum()), total + v.numel()
+    if soon < _LITTLE * total:
+        warnings.warn(
+            f"c={stepped[0][1]['c']:g} prunes next to nothing at this rate: after {_LONGER * OUTLOOK_AFTER:,} steps "
+            f"some {soon / total:.1%} of the weights would be zero; ask for a share of zeros with target=…, or give a "
+            "larger c",
+            stacklevel=4,
+        )
