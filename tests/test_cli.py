@@ -344,7 +344,7 @@ def _zeros(layer: LayerSparsity) -> int:
 def test_options_of_another_optimizer_are_refused() -> None:
     result = call("train", "digits", "--optimizer", "sgd", "--c", 0.02, "--out", "run")
     assert result.exit_code == 1
-    assert "--c 0.02 cannot be used; sgd takes lr, momentum, nesterov, weight_decay" in result.stderr
+    assert "--c 0.02 cannot be used; sgd takes lr, weight_decay, momentum, nesterov" in result.stderr
     assert not Path("run").exists()
 
 
