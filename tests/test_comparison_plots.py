@@ -19,7 +19,8 @@ from dirprune import sparsity
 from dirprune.lab.plots import save
 from dirprune.lab.studies.comparison.figures import layer_bars, layerwise, method_of, tradeoff
 from dirprune.lab.studies.comparison.tradeoff import Curve, LayerBar
-from dirprune.lab.studies.comparison.trials import DEFAULT
+from dirprune.lab.studies.comparison.trials import usual
+from dirprune.lab.training import recipes
 
 GRDA = Curve("gRDA", sparsity=[0.98, 0.9, 0.95], accuracy=[92.0, 93.5, 93.0], spread=[0.3, 0.1, 0.2])
 DENSE = Curve("dense", sparsity=[0], accuracy=[93.7], spread=[0.2])
@@ -118,8 +119,9 @@ def test_accuracies_far_apart_get_a_closer_panel() -> None:
     assert values(lines(whole)["random"]) == values(lines(close)["random"])
 
 
-def test_every_method_of_the_lab_has_a_colour_of_its_own_in_both_figures() -> None:
-    names = list(DEFAULT)
+@pytest.mark.parametrize("recipe", ["digits", "gpt-python"])
+def test_every_method_of_the_lab_has_a_colour_of_its_own_in_both_figures(recipe: str) -> None:
+    names = usual(recipes.get(recipe))
     assert [method_of(name) for name in names] == [name.replace("-", " ") for name in names]
     [axes] = tradeoff([Curve(name, [0.9, 0.95], [90.0, 89.0]) for name in names]).axes
     colours = {name: lines(axes)[name].get_color() for name in names}

@@ -57,7 +57,7 @@ def test_what_is_exempt_stays_exempt(spec: Grda | Rda) -> None:
         ("sgd", {"lr": 0}, "lr=0 .* > 0"),
         ("sgd", {"momentum": 1}, "momentum=1"),
         ("sgd", {"nesterov": True}, "nesterov=True .* needs a momentum"),
-        ("sgd", {"c": 0.1}, "c=0.1 cannot be used; sgd takes lr, momentum, nesterov, weight_decay"),
+        ("sgd", {"c": 0.1}, "c=0.1 cannot be used; sgd takes lr, weight_decay, momentum, nesterov"),
         ("adam", {}, "no optimizer 'adam'"),
     ],
 )

@@ -140,7 +140,9 @@ class Reparametrised(Method):
 
 
 def prunable(model: nn.Module) -> dict[str, Weight]:
-    """Return the trainable parameters of two dimensions or more but those of embeddings, by the name of their layer.
+    """Return the trainable parameters of two dimensions or more, by the name of their layer; tables stay dense.
+
+    An embedding's table is pruned if another layer shares it.
 
     A weight that modules share is listed once. One that is not called "weight" keeps its full name.
 
@@ -149,14 +151,12 @@ def prunable(model: nn.Module) -> dict[str, Weight]:
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            continue
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((module, attribute))
     weights = {
         "" if name == "weight" else name.removesuffix(".weight"): Weight(name, p, tuple(places[id(p)]))
         for name, p in model.named_parameters()
-        if p.requires_grad and p.dim() > 1 and id(p) in places
+        if p.requires_grad and p.dim() > 1 and not all(isinstance(at, nn.Embedding) for at, _ in places.get(id(p), ()))
     }
     if not weights:
         raise ValueError("model has no trainable weight of two dimensions or more, so there is nothing to prune")

@@ -35,6 +35,8 @@ _METHODS = {
     "acdc": ("#117733", "<"),
     "ham": ("#999933", ">"),
     "linbreg": ("#AA4499", "d"),
+    "adamgrda": (plots.colour(1), "o"),  # never beside gRDA: a comparison has optimizers of one kind
+    "adamw": (plots.colour(6), "X"),
     "random": ("#A0A0A0", "x"),
 }
 _OTHER_METHOD = (GREY, "*")

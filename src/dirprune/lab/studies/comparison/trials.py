@@ -30,7 +30,15 @@ FASTEST = 0.01
 CONTESTANTS: Mapping[str, type[OptimizerSpec] | Variant] = {**OPTIMIZERS, **METHODS}
 """What takes part in a comparison: every optimizer and method, by the name that users type."""
 
-DEFAULT = tuple(name for name in CONTESTANTS if name not in METHODS or not METHODS[name].fixed)
+
+def usual(recipe: Recipe) -> list[str]:
+    """Return who takes part unless others are named: optimizers of the recipe's kind, and methods that are no variants.
+
+    >>> usual(recipes.get("digits"))[:5]
+    ['grda', 'grda-target', 'sgd', 'rda', 'magnitude']
+    """
+    kin = [name for name, kind in OPTIMIZERS.items() if kind.dense == recipe.optimizer.dense]
+    return kin + [name for name, variant in METHODS.items() if not variant.fixed]
 
 
 def contestant(name: str) -> type[OptimizerSpec] | Variant:
@@ -79,7 +87,7 @@ def title(recipe: Recipe) -> str:
 def plan(
     recipe: Recipe,
     *,
-    methods: Iterable[str] = DEFAULT,
+    methods: Iterable[str] | None = None,
     sparsities: Sequence[float] = (0.8, 0.9, 0.95),
     seeds: int = 1,
     sweeps: Mapping[str, Sequence[float]] | None = None,
@@ -89,7 +97,7 @@ def plan(
 
     Args:
         recipe: what the runs share.
-        methods: names of contestants.
+        methods: names of contestants; by default the `usual` ones.
         sparsities: the sparsities of methods with a preset sparsity.
         seeds: number of seeds, starting with the recipe's own.
         sweeps: values of the knob by method, instead of the sparsities or the `default_sweep`.
@@ -105,7 +113,7 @@ def plan(
         ['sgd-s0', 'rigl-sparsity0.5-s0', 'rigl-sparsity0.9-s0']
     """
     sweeps = sweeps or {}
-    chosen = list(dict.fromkeys(methods))
+    chosen = usual(recipe) if methods is None else list(dict.fromkeys(methods))
     if not chosen:
         raise ValueError(f"methods={methods!r} names no method; choose from {', '.join(CONTESTANTS)}")
     knobs = {name: contestant(name).knob for name in chosen}

@@ -82,7 +82,7 @@ def compare(
 
             if recipe is None:
                 raise ValueError("RECIPE is missing; take one of `dirprune recipes`, or give --no-train or --published")
-            names = trials.DEFAULT if methods is None else methods.replace(",", " ").split()
+            names = None if methods is None else methods.replace(",", " ").split()
             changes = {"epochs": epochs, "lr": lr, "model": model, "precision": precision and precision.value}
             given = trials.read_sweeps(sweep or [])
             plan = _plan(recipe, changes, data, methods=names, sparsities=asked, seeds=seeds)
