@@ -70,6 +70,7 @@ def _spread(name: str, weight: Tensor, depth: int) -> float:
 def gpt(width: int, depth: int, vocabulary: int) -> nn.Module:
     """Return a GPT: gpt64x2 has .15 million parameters, gpt384x6 11 million.
 
+    >>> import torch
     >>> gpt(64, 2, 256)(torch.zeros(3, 10, dtype=torch.int64)).shape
     torch.Size([3, 256, 10])
     """
