@@ -324,9 +324,10 @@ def test_a_share_of_zeros_is_met() -> None:
     assert not Path("other").exists()
 
 
-def test_a_share_of_the_multiplications_is_saved() -> None:
-    result = call("train", "digits", "--epochs", 2, "--batch-size", 200, "--macs", 0.8, "--out", "run")
+def test_a_share_of_the_multiplications_is_left() -> None:
+    result = call("train", "digits", "--epochs", 2, "--batch-size", 200, "--macs", 0.2, "--out", "run")
     assert result.exit_code == 0, result.stderr
+    assert "--macs 1.5 is not a share" in call("train", "digits", "--macs", 1.5, "--out", "other").stderr
     uses = {"conv1": 64, "conv2": 64, "conv3": 16, "fc1": 1, "fc2": 1}  # positions of the 8 × 8 images, halved twice
     weights = {layer.name.removesuffix(".weight"): layer for layer in runs.load(Path("run")).outcome().zeros.layers}
     whole, saved = (sum(uses[name] * number(weights[name]) for name in uses) for number in (_total, _zeros))

@@ -106,7 +106,10 @@ def train(
         typer.Option(help="The share of zeros to end with, met exactly by gRDA; in place of --c and --mu."),
     ] = None,
     macs: Annotated[
-        float | None, typer.Option(help="The share of the multiplications to save, likewise; in place of --sparsity.")
+        float | None,
+        typer.Option(
+            help="The share of the multiplications to leave, likewise: 0.1 saves 90%. In place of --sparsity."
+        ),
     ] = None,
     c: Annotated[float | None, typer.Option(help="gRDA's pruning strength, ≥ 0.")] = None,
     mu: Annotated[float | None, typer.Option(help="gRDA's growth exponent, in (0, 1].")] = None,
@@ -168,7 +171,9 @@ def train(
         kind = OPTIMIZERS[optimizer.value if optimizer else base.optimizer.name]
         if sparsity is not None and macs is not None:
             raise ValueError(f"--sparsity {sparsity:g} and --macs {macs:g} exclude each other; give one")
-        share = macs if sparsity is None else sparsity
+        if macs is not None and not 0 < macs < 1:
+            raise ValueError(f"--macs {macs:g} is not a share; give what is to be left, between 0 and 1, e.g. 0.1")
+        share = sparsity if macs is None else round(1 - macs, 12)
         to_target = share is not None and (optimizer is None or kind.knob)
         chosen = changed(
             base,
