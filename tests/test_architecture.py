@@ -26,6 +26,7 @@ FLOORS = [
     {"verb"},
     {"cli"},
     {"studies"},
+    {"pages"},
     {"plots"},
     {"training"},
     {"methods", "tasks"},

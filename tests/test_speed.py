@@ -13,6 +13,7 @@ from test_runtime import Everything, thin
 
 from dirprune import deploy
 from dirprune.deploy import building, saving
+from dirprune.lab.records import provenance
 from dirprune.lab.studies.deployment import speed
 from dirprune.lab.studies.deployment.peers import OURS, Peer, Twin
 from dirprune.lab.training import recipes, runs
@@ -41,14 +42,15 @@ def test_a_run_is_measured_beside_torch(tmp_path: Path, monkeypatch: pytest.Monk
     run = runs.create(tmp_path / "run", recipes.get("digits-short").but(epochs=1, batch_size=512))
     list(conduct(run, Surroundings(torch.device("cpu"))))
     monkeypatch.setattr(speed, "others", lambda told: ["torch"])
-    told = objects(call("speed", run.folder, "--seconds", 0.1, "--out", tmp_path / "out", "--json"))
+    told = objects(call("speed", run.folder, "--seconds", 0.1, "--json"))
     assert [row["runtime"] for row in told] == [OURS, "torch"]
     assert told[0]["ratio"] == 1
     assert all(0 < row["fastest"] <= row["milliseconds"] <= row["p95"] for row in told)
-    with (tmp_path / "out" / "layers.csv").open() as lines:
+    with (run.folder / "speed" / "layers.csv").open() as lines:
         layers = {row["layer"] for row in csv.DictReader(lines)}
     assert {"conv1", "conv2", "conv3", "fc1", "fc2"} <= layers
-    assert (tmp_path / "out" / "speed.png").stat().st_size > 1000
+    assert (run.folder / "speed" / "speed.png").stat().st_size > 1000
+    assert provenance.sessions(run.folder / "speed")[0].device
 
 
 def test_a_runtime_that_fails_is_left_out_and_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ opens and no global state changes. `save` writes a figure in the format of the p
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -17,6 +19,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
@@ -59,6 +62,7 @@ styled = matplotlib.rc_context(STYLE)
 _LINE_STYLES = ("-", ":", "-.")  # dashes are for published curves
 _TINTS = ("#FFFFFF", "#EEEEEE", "#D8D8D8", "#F3EBDB", "#E0EAF1")
 _LEGEND_CHARACTERS = 100  # number that fits in a legend line of a figure two panels wide
+_NARROW = ContextVar("_NARROW", default=False)
 
 Array = NDArray[np.float64]
 Curve = tuple[Sequence[float] | Array, Sequence[float] | Array]
@@ -137,9 +141,29 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
+def literal(figure: Figure) -> Figure:
+    """Return the figure with its texts as they stand: in names from files of others, "$" begins no formula."""
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        text.set_parse_math(False)
+    return figure
+
+
+@contextmanager
+def narrow() -> Iterator[None]:
+    """Within it, figures are one panel wide, for a phone."""
+    before = _NARROW.set(True)
+    try:
+        yield
+    finally:
+        _NARROW.reset(before)
+
+
 @styled
 def panels(count: int, *, columns: int = 2, size: tuple[float, float] = PANEL) -> tuple[Figure, list[Axes]]:
     """Return a figure with ``count`` axes of ``size`` inches each, row by row."""
+    if _NARROW.get():
+        columns, size = 1, (min(size[0], PANEL[0]), size[1])
     columns = min(columns, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(columns * size[0], rows * size[1]), layout="constrained")

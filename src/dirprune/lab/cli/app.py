@@ -31,7 +31,7 @@ from dirprune.lab.cli.console import (
     say,
     say_once,
 )
-from dirprune.lab.cli.output import JsonOption, Output
+from dirprune.lab.cli.output import HtmlOption, JsonOption, Output
 from dirprune.lab.studies.comparison import verb as comparison
 from dirprune.lab.studies.connectivity import verb as connectivity
 from dirprune.lab.studies.deployment import verb as deployment
@@ -258,11 +258,13 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the figures.", show_default="RUN/figures; report/ for several runs")
     ] = None,
+    html: HtmlOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show runs side by side: table, curves, layerwise sparsity."""
     with clear_errors():
         from dirprune.lab.records.columns import cells
+        from dirprune.lab.studies.report import figures
         from dirprune.lab.studies.report import report as reports
 
         output, found, paths = Output(as_json), reports.report(run), []
@@ -271,15 +273,21 @@ def report(
             output.tell(note)
         if found.signs:
             output.rows("Signs after the same epochs", [cells(row) for row in found.signs], left=2)
+        out = out or (None if len(run) == 1 else Path("report"))
         try:
-            paths = reports.draw(found, out or (None if len(run) == 1 else Path("report")))
+            paths = figures.draw(found, out)
+            if html:
+                from dirprune.lab.cli.page_of_runs import page_of_runs
+                from dirprune.lab.pages.page import write
+
+                paths.append(write(page_of_runs(found), figures.folder(found, out) / "report.html"))
         finally:
             output.record({**found.to_dict(), "figures": [str(path) for path in paths]})
         if len(run) == 1 and (networks := found.layers):
             ((label, (zeros,)),) = networks[next(iter(networks))].items()
             output.tell(f"\nLayer by layer, {label}:\n\n{zeros}\n")
         for path in paths:
-            output.tell(f"figure: {path}")
+            output.tell(f"{'page' if path.suffix == '.html' else 'figure'}: {path}")
 
 
 @app.command()

@@ -20,6 +20,9 @@ from dirprune.lab.records.files import to_json
 from dirprune.lab.text import NOTHING
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead of tables.")]
+HtmlOption = Annotated[
+    bool, typer.Option("--html", help="Write a page too: one file with everything, to open or send.")
+]
 _WORDS = 20  # minimum width of a text column, as long as another column can be narrowed instead
 
 

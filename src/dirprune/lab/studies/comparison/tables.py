@@ -16,8 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mode
+
+from matplotlib.figure import Figure
 
 from dirprune.lab import plots
 from dirprune.lab.records.columns import Amount, Count, Fraction, Percent
@@ -250,17 +253,24 @@ def write(found: Sequence[Ended], out: Path, sparsities: Sequence[float]) -> lis
     write_rows(out / "layers.csv", LayerRow, layers)
     write_rows(out / "ranking.csv", RankRow, ranking(found, sparsities))
     paths = [out / "comparison.csv", out / "layers.csv", out / "ranking.csv"]
+    return paths + [
+        plots.save(plots.literal(draw()), out / f"{name}.png") for name, draw in figures(found, sparsities).items()
+    ]
+
+
+def figures(found: Sequence[Ended], sparsities: Sequence[float]) -> dict[str, Callable[[], Figure]]:
+    """Return how the figures of a comparison are drawn, by the names of their files."""
+    drawings: dict[str, Callable[[], Figure]] = {}
     if drawn := curves(found):
-        paths.append(plots.save(comparison_plots.tradeoff(drawn), out / "tradeoff.png"))
+        drawings["tradeoff"] = partial(comparison_plots.tradeoff, drawn)
     counted = curves(found, _macs_gone)
     if not all(curve.is_dense for curve in counted):
-        figure = comparison_plots.tradeoff(counted, counted="multiplications gone")
-        paths.append(plots.save(figure, out / "tradeoff-macs.png"))
+        drawings["tradeoff-macs"] = partial(comparison_plots.tradeoff, counted, counted="multiplications gone")
     for sparsity in sparsities:
         if bars := nearest_layers(found, sparsity):
-            figure = comparison_plots.layerwise(bars, title=f"runs nearest to {sparsity:.1%}")
-            paths.append(plots.save(figure, out / f"layers-{sparsity:g}.png"))
-    return paths
+            title = f"runs nearest to {sparsity:.1%}"
+            drawings[f"layers-{sparsity:g}"] = partial(comparison_plots.layerwise, bars, title=title)
+    return drawings
 
 
 def ranking(found: Iterable[Ended], sparsities: Iterable[float]) -> list[RankRow]:

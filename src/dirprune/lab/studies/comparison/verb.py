@@ -20,7 +20,7 @@ from dirprune.lab.cli.console import (
     clear_errors,
     say,
 )
-from dirprune.lab.cli.output import JsonOption, Output
+from dirprune.lab.cli.output import HtmlOption, JsonOption, Output
 
 if TYPE_CHECKING:
     from dirprune.lab.training.recipe import Recipe
@@ -65,6 +65,7 @@ def compare(
     ] = Path("comparison"),
     data: DataOption = None,
     device: DeviceOption = "auto",
+    html: HtmlOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train pruning methods under one recipe and one budget, and rank them at equal sparsity."""
@@ -88,7 +89,7 @@ def compare(
             plan = _plan(recipe, changes, data, methods=names, sparsities=asked, seeds=seeds)
             here = Surroundings(device_of(device), data, stopping=interruption, at_once=at_once)
             _train(plan, given, asked, out, here, interruption, output)
-        _conclude(out, asked, output)
+        _conclude(out, asked, output, html=html)
 
 
 Sweeps = dict[str, list[float]]
@@ -157,7 +158,7 @@ def _latest(sweeps: Sweeps) -> str:
     return ", ".join(setting(contestant(name).knob, values[-1]) for name, values in sweeps.items())
 
 
-def _conclude(out: Path, sparsities: Sequence[float], output: Output) -> None:
+def _conclude(out: Path, sparsities: Sequence[float], output: Output, *, html: bool) -> None:
     """Show the ranking of the runs that have ended so far, and write tables and figures."""
     from dirprune.lab.studies.comparison import tables as comparison
 
@@ -176,7 +177,13 @@ def _conclude(out: Path, sparsities: Sequence[float], output: Output) -> None:
         output.rows(title, cells, left=3, spare=comparison.SPARE)
     for line in comparison.notes(found):
         output.tell(line)
-    for path in comparison.write(found, out, sparsities):
+    paths = comparison.write(found, out, sparsities)
+    if html:
+        from dirprune.lab.cli.page_of_comparison import page_of_comparison
+        from dirprune.lab.pages.page import write
+
+        paths.append(write(page_of_comparison(found, out, sparsities), out / "comparison.html"))
+    for path in paths:
         output.tell(f"written: {path}")
 
 

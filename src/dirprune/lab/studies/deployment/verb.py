@@ -60,7 +60,9 @@ def speed(
     threads: Annotated[str, typer.Option(help="Numbers of threads, e.g. 1,2.")] = "1",
     seconds: Annotated[float, typer.Option(min=0.1, help="How long each runtime is measured.")] = 10,
     alone: Annotated[bool, typer.Option("--alone", help="Measure no other runtime.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the tables and the figure.")] = Path("speed"),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the tables and the figure.", show_default="RUN/speed; speed/")
+    ] = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -68,12 +70,16 @@ def speed(
     with clear_errors():
         from dataclasses import asdict
 
+        import torch
+
         from dirprune.lab import plots
+        from dirprune.lab.records import provenance
         from dirprune.lab.records.columns import cells
         from dirprune.lab.records.tables import write_rows
         from dirprune.lab.studies.deployment import speed as work
         from dirprune.lab.studies.deployment.figures import speed_figure
 
+        out = out or (network / "speed" if network.is_dir() else Path("speed"))
         cases = [(b, t) for t in integers("--threads", threads) for b in integers("--batch", batch)]
         out.mkdir(parents=True, exist_ok=True)
         file = work.saved(network, out / "network.safetensors", trusted=trust)
@@ -84,6 +90,7 @@ def speed(
                 found.append(row)
                 output.record(asdict(row))
         layers = work.layers(file)
+        provenance.note_session(out, provenance.environment(torch.device("cpu")))
         write_rows(out / "speed.csv", work.Latency, found)
         write_rows(out / "layers.csv", work.LayerTime, layers)
         output.rows("Layers of one example, one thread", [row.cells() for row in layers], left=3)

@@ -12,11 +12,10 @@ from statistics import median
 from typing import Any
 
 from dirprune import SparsityReport, sparsity
-from dirprune.lab import plots
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.files import finite
 from dirprune.lab.stats import Spread
-from dirprune.lab.studies.report.signs import SignRow, beside_sgd, signs_figure
+from dirprune.lab.studies.report.signs import SignRow, beside_sgd
 from dirprune.lab.text import NOTHING, duration
 from dirprune.lab.training import runs
 from dirprune.lab.training.costs import priced
@@ -214,30 +213,6 @@ def report(folders: Sequence[Path]) -> Report:
     return Report(tuple(groups), tuple(note for group in groups for note in _notes(group)))
 
 
-def draw(report: Report, out: Path | None = None) -> list[Path]:
-    """Write the figures of a report and return their paths: curves.png, layers.png or one per network, and
-    signs.png where a run of gRDA has a twin with SGD.
-
-    Args:
-        report: the report; if no epoch is finished, nothing is drawn and the list is empty.
-        out: the folder to write to; the default for a single run is its own ``figures``.
-    """
-    members = [run for group in report.groups for run in group.runs]
-    if out is None and len(members) > 1:
-        raise ValueError(f"out=None does not say where the figures of {len(members)} runs go; give a folder (--out)")
-    out = out or members[0].run.figures
-    paths = []
-    curves = {group.label: group.records for group in report.groups}
-    if any(records for group in report.groups for records in group.records):
-        paths.append(plots.save(plots.training_curves(curves, report.tested_on), out / "curves.png"))
-    if report.signs:
-        paths.append(plots.save(signs_figure(curves, report.signs), out / "signs.png"))
-    for network, reports in report.layers.items():
-        file = "layers.png" if len(report.layers) == 1 else f"layers-{_file_name(network)}.png"
-        paths.append(plots.save(plots.layerwise_sparsity(reports), out / file))
-    return paths
-
-
 def layerwise(run: History) -> tuple[int, SparsityReport]:
     """Return (epoch, sparsity) at the end of a run, or of the newest checkpoint if the run has not ended.
 
@@ -340,8 +315,3 @@ def _show(value: Any) -> str:
             for name, part in parts.items()
         )
     return ("+".join(map(str, value)) if isinstance(value, tuple) else str(value)) or "none"
-
-
-def _file_name(model: str) -> str:
-    """Return the name of a model with characters that are unsafe in file names replaced."""
-    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in model)

@@ -1,0 +1,48 @@
+"""The figures of a report on runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from dirprune.lab import plots
+from dirprune.lab.studies.report.report import Report
+from dirprune.lab.studies.report.signs import signs_figure
+
+
+def figures(report: Report) -> dict[str, Callable[[], Figure]]:
+    """Return how the figures of a report are drawn, by name: curves, signs where a run of gRDA has a twin with SGD,
+    and layers or one of each network; none if no epoch is finished.
+    """
+    drawings: dict[str, Callable[[], Figure]] = {}
+    curves = {group.label: group.records for group in report.groups}
+    if any(records for group in report.groups for records in group.records):
+        drawings["curves"] = partial(plots.training_curves, curves, report.tested_on)
+    if report.signs:
+        drawings["signs"] = partial(signs_figure, curves, report.signs)
+    for network, reports in report.layers.items():
+        name = "layers" if len(report.layers) == 1 else f"layers-{_file_name(network)}"
+        drawings[name] = partial(plots.layerwise_sparsity, reports)
+    return drawings
+
+
+def draw(report: Report, out: Path | None = None) -> list[Path]:
+    """Write the figures of a report as PNG files to its `folder`, and return their paths."""
+    out = folder(report, out)
+    return [plots.save(plots.literal(drawing()), out / f"{name}.png") for name, drawing in figures(report).items()]
+
+
+def folder(report: Report, out: Path | None) -> Path:
+    """Return ``out``, or where the figures of a single run belong: its own ``figures``."""
+    members = [run for group in report.groups for run in group.runs]
+    if out is None and len(members) > 1:
+        raise ValueError(f"out=None does not say where the figures of {len(members)} runs go; give a folder (--out)")
+    return out or members[0].run.figures
+
+
+def _file_name(model: str) -> str:
+    """Return the name of a model with characters that are unsafe in file names replaced."""
+    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in model)
