@@ -1,196 +1,116 @@
-"""The rule for choosing c: what is tried, what passes, what is chosen, and on which data."""
+"""The search for the largest target: which targets are tried, how they are judged, and on which data."""
 
 from __future__ import annotations
 
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
-from test_cli import call
+from scipy.stats import norm
+from test_cli import call, objects
 
-from dirprune import GRDA
 from dirprune.lab import data
-from dirprune.lab.records.tables import read_rows
-from dirprune.lab.studies import tune
-from dirprune.lab.studies.tune import Measured, Trial, choose
-from dirprune.lab.training import experiment, runs
-from dirprune.lab.training.loop import Divergence, EpochRecord, train
-from dirprune.lab.training.recipe import Recipe, changed
-from dirprune.lab.training.recipes import get
+from dirprune.lab.studies.tune import target as search_
+from dirprune.lab.studies.tune.paired import loss
+from dirprune.lab.studies.tune.target import Judged, Search, answers, best, judge, remarks
+from dirprune.lab.training import recipes, runs
+from dirprune.lab.training.experiment import load_data
+from dirprune.lab.training.series import series
+from dirprune.lab.training.surroundings import Surroundings
 
 CPU = torch.device("cpu")
-QUICK = replace(get("digits-short"), batch_size=256)
+QUICK = replace(recipes.get("digits-short"), batch_size=512, epochs=2)
 
 
-def record(accuracy: float, sparsity: float) -> EpochRecord:
-    names = [name for name in EpochRecord.__dataclass_fields__ if name not in ("test_accuracy", "sparsity")]
-    return EpochRecord(**dict.fromkeys(names, 0), test_accuracy=accuracy, sparsity=sparsity)
+def searched(search: Search, lost: Callable[[float], float]) -> list[Judged]:
+    """Return what a search tries if a target loses this much."""
+    judged: list[Judged] = []
+    while (target := search.next(judged)) is not None:
+        points = lost(target)
+        passes = points <= search.tolerance
+        judged.append(Judged(target, 90.0, points, points, points, passes=passes, verdict="", seeds=1, examples=9))
+    return judged
 
 
-@pytest.fixture
-def imagine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Recipe], float | None]], list[Recipe]]:
-    """Give trials these accuracies (None: it diverges) and a sparsity of c; return the recipes that were trained."""
-
-    def with_accuracy(accuracy: Callable[[Recipe], float | None]) -> list[Recipe]:
-        tried: list[Recipe] = []
-
-        def last(recipe: Recipe, epochs: int, device: torch.device, root: Path | None) -> EpochRecord | None:
-            tried.append(recipe)
-            found = accuracy(recipe)
-            return None if found is None else record(found, recipe.optimizer.value or 0.0)
-
-        monkeypatch.setattr(tune, "_last", last)
-        return tried
-
-    return with_accuracy
+@pytest.mark.parametrize("answer", [0.52, 0.7, 0.873, 0.95, 0.985])
+def test_every_trial_halves_what_is_open_of_the_weights_left(answer: float) -> None:
+    judged = searched(Search(QUICK, Path("none"), trials=6), lambda target: 0.0 if target <= answer else 5.0)
+    passed = max([0.5, *(each.sparsity for each in judged if each.passes)])
+    failed = min(each.sparsity for each in judged if not each.passes)
+    assert passed <= answer < failed
+    assert math.log((1 - passed) / (1 - failed)) == pytest.approx(math.log(0.5 / 0.01) / 2**6, rel=0.2)
+    assert len(judged) == 6
 
 
-def test_c_doubles_from_1e_4_until_two_trials_in_a_row_fail(imagine: Any) -> None:
-    misses = {2e-4, 1.6e-3, 3.2e-3}
-    tried = imagine(
-        lambda r: 90.0 if r.optimizer.value is None else 88.9 if round(r.optimizer.value, 6) in misses else 89.0
-    )
-    trials = list(tune.tune(QUICK, mus=(0.51, 0.6), device=CPU))
-    assert trials[0] == Trial("sgd", 0.0, 0.0, 90.0, 0.0, True)
-    for mu, part in ((0.51, trials[1:7]), (0.6, trials[7:])):
-        assert [trial.mu for trial in part] == [mu] * 6
-        assert [trial.c for trial in part] == pytest.approx([1e-4 * 2**i for i in range(6)])
-        assert [trial.passes for trial in part] == [True, False, True, True, False, False]
-    assert len(tried) == len(trials)
-    assert {recipe.task.validation for recipe in tried} == {0.1}
+def test_the_search_ends_where_no_number_is_left_to_try() -> None:
+    search = Search(QUICK, Path("none"), trials=50)
+    assert len(searched(search, lambda target: 5.0)) < 15
+    assert best(searched(search, lambda target: 5.0)) is None
+    everything = searched(search, lambda target: 0.0)
+    assert best(everything) == everything[-1]
+    assert any("No larger target was tried" in line for line in remarks(search, everything))
 
 
-def test_the_search_ends_where_nothing_ever_fails(imagine: Any) -> None:
-    imagine(lambda r: 90.0)
-    trials = list(tune.tune(QUICK, mus=(0.6,), device=CPU))
-    assert 0.5 < trials[-1].c <= 1.0
-    assert choose(trials) == trials[-1]
+def test_runs_of_a_target_differ_from_dense_ones_in_nothing_else() -> None:
+    search = Search(recipes.get("gpt-python").but(seed=3), Path("out"), seeds=2, validation=0.2)
+    dense, sparse = search.planned(None), search.planned(0.9)
+    assert [plan.folder.name for plan in dense + sparse] == ["dense-s3", "dense-s4", "sparsity0.9-s3", "sparsity0.9-s4"]
+    assert [plan.recipe.optimizer.name for plan in dense + sparse] == ["adamw"] * 2 + ["adamgrda"] * 2
+    for plans in zip(dense, sparse, strict=True):
+        one, other = (replace(plan.recipe, optimizer=QUICK.optimizer) for plan in plans)
+        assert one == other
+        assert one.task.validation == 0.2
+    assert Search(QUICK, Path("out")).planned(None)[0].recipe.task.validation == 0.1
+    assert Search(QUICK.but(validation=0.3), Path("out")).planned(None)[0].recipe.task.validation == 0.3
 
 
-def test_a_validation_share_of_the_recipe_is_kept(imagine: Any) -> None:
-    tried = imagine(lambda r: 90.0)
-    next(tune.tune(QUICK.but(validation=0.3), device=CPU))
-    assert tried[0].task.validation == 0.3
+# The interval
 
 
-def test_divergence_fails_a_trial_and_has_no_accuracy(imagine: Any) -> None:
-    imagine(lambda r: 90.0 if r.optimizer.value is None or r.optimizer.value < 3e-4 else None)
-    trials = list(tune.tune(QUICK, mus=(0.6,), device=CPU))
-    assert [(trial.accuracy, trial.passes) for trial in trials[1:]] == [
-        *((90.0, True), (90.0, True)),
-        *((None, False), (None, False)),
-    ]
-    best = choose(trials)
-    assert best is not None
-    assert best.c == pytest.approx(2e-4)
+def test_the_interval_covers_what_it_should_also_for_few_and_rare_differences() -> None:
+    """Draw held-out sets from a population in which the true loss is known: 95% of the intervals hold it."""
+    random = np.random.default_rng(0)
+    for examples, only_dense, only_sparse in ((143, 0.02, 0.01), (143, 0.1, 0.02), (1000, 0.005, 0.005)):
+        hits = 0
+        for _ in range(1000):
+            chance = torch.from_numpy(random.random((1, examples)))
+            dense = (chance >= only_sparse).double()
+            sparse = ((chance < only_sparse) | (chance >= only_sparse + only_dense)).double()
+            found = loss(dense, sparse)
+            hits += found.low <= 100 * (only_dense - only_sparse) <= found.high
+        assert 930 <= hits <= 985
 
 
-def test_a_bad_mu_is_refused_before_any_work(imagine: Any) -> None:
-    tried = imagine(lambda r: 90.0)
-    with pytest.raises(ValueError, match=r"--mu -0\.5 cannot be used"):
-        next(tune.tune(QUICK, mus=(0.6, -0.5), device=CPU))
-    assert tried == []
+def test_the_interval_is_that_of_the_mean_difference_where_there_are_many() -> None:
+    torch.manual_seed(0)
+    dense, sparse = (torch.rand(3, 20_000) < chance for chance in (0.9, 0.87))
+    found = loss(dense.double(), sparse.double())
+    d = 100 * (dense.double() - sparse.double()).mean(0).numpy()
+    low, high = norm.interval(0.95, d.mean(), d.std(ddof=1) / math.sqrt(len(d)))
+    assert found.points == pytest.approx(d.mean())
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.005)
 
 
-@pytest.mark.parametrize("options", [{"epochs": 0}, {"epochs": 6}, {"tolerance": -1.0}, {"tolerance": math.nan}])
-def test_bad_options_are_refused_by_name(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        next(tune.tune(QUICK, device=CPU, **options))
-
-
-def trial(c: float, mu: float, sparsity: float, passes: bool = True) -> Trial:
-    return Trial("grda", c, mu, 90.0 if passes else 10.0, sparsity, passes)
-
-
-def test_of_the_greatest_passing_c_of_each_mu_the_sparsest_is_chosen() -> None:
-    dense = Trial("sgd", 0.0, 0.0, 90.0, 0.99, True)
-    trials = [dense, trial(1e-4, 0.5, 0.8), trial(2e-4, 0.5, 0.3), trial(4e-4, 0.5, 0.9, False), trial(1e-4, 0.6, 0.4)]
-    assert choose(trials) == trials[4]
-    assert choose(reversed(trials)) == trials[4]
-    assert choose([dense, trial(1e-4, 0.5, 0.5, False)]) is None
-
-
-def test_recorded_trials_are_not_trained_again(imagine: Any, tmp_path: Path) -> None:
-    tried = imagine(
-        lambda r: (
-            90.0 if r.optimizer.value is None else None if r.optimizer.value > 5e-4 else 90.0 - 2000 * r.optimizer.value
-        )
-    )
-    options: dict[str, Any] = {"mus": (0.51,), "device": CPU, "out": tmp_path / "search"}
-    first = list(islice(tune.tune(QUICK, **options), 3))
-    assert len(tried) == 3
-    whole = list(tune.tune(QUICK, **options))
-    assert [trial.passes for trial in whole] == [True, True, True, True, False, False]
-    assert whole[:3] == first
-    assert [round(recipe.optimizer.value, 6) for recipe in tried[3:]] == [4e-4, 8e-4, 1.6e-3]
-    recorded = read_rows(tmp_path / "search" / "trials.csv", Measured)
-    assert [(each.optimizer, each.c, each.mu, each.accuracy) for each in recorded] == [
-        (each.optimizer, each.c, each.mu, each.accuracy) for each in whole
-    ]
-    strict = list(tune.tune(QUICK, tolerance=0.3, **options))
-    assert len(tried) == 6
-    assert [trial.passes for trial in strict] == [True, True, False, False]
-    more = list(tune.tune(QUICK, **{**options, "mus": (0.51, 0.6)}))
-    assert more[:6] == whole
-    assert read_rows(tmp_path / "search" / "trials.csv", Measured)[:6] == recorded
-    assert [recipe.values()["mu"] for recipe in tried[6:]] == [0.6] * 5
-
-
-def test_a_folder_of_other_trials_is_refused_and_left_alone(imagine: Any, tmp_path: Path) -> None:
-    tried = imagine(lambda r: 90.0)
-    next(tune.tune(QUICK, device=CPU, out=tmp_path))
-    before = (tmp_path / "trials.csv").read_text()
-    with pytest.raises(ValueError, match=r"was started with lr=0\.1, not lr=0\.2; give another --out"):
-        next(tune.tune(QUICK.but(lr=0.2), device=CPU, out=tmp_path))
-    with pytest.raises(ValueError, match=r"--epochs=3, not --epochs=2"):
-        next(tune.tune(QUICK, epochs=2, device=CPU, out=tmp_path))
-    with pytest.raises(ValueError, match=r"--precision=float32, not --precision=bfloat16"):
-        next(tune.tune(changed(QUICK, precision="bfloat16"), device=CPU, out=tmp_path))
-    run = runs.create(tmp_path / "run", QUICK)
-    with pytest.raises(ValueError, match=r"run is a run directory; give another --out"):
-        next(tune.tune(QUICK, device=CPU, out=run.folder))
-    assert (len(tried), (tmp_path / "trials.csv").read_text()) == (1, before)
-
-
-def test_a_search_that_sgd_ends_records_nothing(imagine: Any, tmp_path: Path) -> None:
-    imagine(lambda r: None)
-    with pytest.raises(ValueError, match="SGD itself diverges"):
-        next(tune.tune(QUICK, device=CPU, out=tmp_path / "search"))
-    assert not (tmp_path / "search").exists()
+def test_pairing_and_seeds_narrow_the_interval() -> None:
+    torch.manual_seed(0)
+    dense = (torch.rand(4, 500) < 0.8).double()
+    alike = dense.clone()
+    alike[:, :10] = 0.0
+    shuffled = alike[:, torch.randperm(500)]
+    half = [loss(dense, other) for other in (alike, shuffled)]
+    assert half[0].points == half[1].points
+    assert half[0].noise < half[1].noise / 2
+    assert loss(dense[:1], shuffled[:1]).noise > 1.5 * half[1].noise
 
 
 # With real training
-
-
-def test_a_trial_is_the_beginning_of_the_recipes_own_schedule() -> None:
-    """A trial of 2 epochs equals the first 2 epochs of a run of 5 with the same data held out."""
-    trials = tune.tune(QUICK, epochs=2, mus=(0.7,), device=CPU)
-    dense, sparse = next(trials), next(trials)
-    for found, recipe in (
-        (dense, QUICK.but(optimizer="sgd", validation=0.1)),
-        (sparse, QUICK.but(c=1e-4, mu=0.7, validation=0.1)),
-    ):
-        parts = experiment.assemble(recipe, device=CPU, root=None)
-        assert parts.loaders.validation is not None
-        whole = train(
-            parts.model,
-            parts.optimizer,
-            parts.loaders.train,
-            parts.loaders.validation,
-            epochs=5,
-            lr=recipe.optimizer.lr,
-            schedule=recipe.schedule,
-            seed=recipe.seed,
-        )
-        second = [next(whole) for _ in range(2)][1]
-        assert (found.accuracy, found.sparsity) == (second.test_accuracy, second.sparsity)
 
 
 class Untouchable:
@@ -202,126 +122,125 @@ class Untouchable:
     def __iter__(self) -> NoReturn:
         raise AssertionError("the test set was read")
 
-    def __len__(self) -> NoReturn:
-        raise AssertionError("the test set was counted")
 
-
-def test_the_test_set_is_never_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Search:
+    """A search whose first target, 92.9%, is trained, without a test set."""
+    search = Search(QUICK, tmp_path_factory.mktemp("search"), seeds=2, tolerance=100.0)
     load = data.load
-    monkeypatch.setattr(data, "load", lambda *args, **options: replace(load(*args, **options), test=Untouchable()))
-    monkeypatch.setattr(tune, "C_LIMIT", 2e-4)
-    assert len(list(tune.tune(QUICK, epochs=1, tolerance=100.0, mus=(0.6,), device=CPU))) == 3
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (data, __import__("dirprune.lab.tasks.images", fromlist=["load"])):
+            patch.setattr(module, "load", lambda *a, **options: replace(load(*a, **options), test=Untouchable()))
+        list(series([*search.planned(None), *search.planned(0.929)], Surroundings(CPU)))
+    return search
 
 
-def test_sgd_that_diverges_is_an_error_that_names_the_learning_rate() -> None:
-    with pytest.raises(ValueError, match=r"SGD itself diverges at lr=1e\+30; .*--lr"):
-        next(tune.tune(QUICK.but(lr=1e30), epochs=1, device=CPU))
+def test_a_target_is_judged_by_the_answers_of_both_networks(trained: Search) -> None:
+    found = judge(trained, 0.929, Surroundings(CPU))
+    loaders = load_data(trained.planned(None)[0].recipe, device=CPU, root=None)
+    every = {}
+    for name, target in (("dense", None), ("sparse", 0.929)):
+        ran = [runs.load(plan.folder) for plan in trained.planned(target)]
+        every[name] = torch.stack([answers(run, loaders, CPU) for run in ran])
+        for run, right in zip(ran, every[name], strict=True):
+            assert run.records()[-1].test_accuracy == pytest.approx(100 * float(right.mean()))
+            assert set(right.tolist()) <= {0.0, 1.0}
+    assert (found.examples, found.seeds) == (143, 2)
+    assert found.lost == pytest.approx(100 * float((every["dense"] - every["sparse"]).mean()))
+    assert found.accuracy == pytest.approx(100 * float(every["sparse"].mean()))
+    assert (found.verdict, found.passes) == ("within", True)
+    strict = judge(replace(trained, tolerance=found.low - 0.1 if found.low > 0.1 else 0.0), 0.929, Surroundings(CPU))
+    assert strict.verdict == ("beyond" if found.low > 0.1 else "unclear")
+    assert replace(strict, verdict="", passes=True) == replace(found, verdict="", passes=True)
 
 
-def test_grda_that_diverges_in_training_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def diverging(model: Any, optimizer: Any, *args: Any, **options: Any) -> Iterator[EpochRecord]:
-        yield next(train(model, optimizer, *args, **options))
-        if isinstance(optimizer, GRDA):
-            raise Divergence(2, 1, math.nan)
-        yield record(90.0, 0.0)
-
-    monkeypatch.setattr(tune, "train", diverging)
-    trials = list(tune.tune(QUICK, epochs=2, mus=(0.6,), device=CPU))
-    assert [found.accuracy for found in trials[1:]] == [None, None]
-    assert choose(trials) is None
+def test_a_target_that_diverges_fails_and_dense_training_that_does_is_an_error(trained: Search, tmp_path: Path) -> None:
+    for diverging, plans in (("sparsity0.929", trained.planned(None)), ("dense", trained.planned(0.929))):
+        folder = tmp_path / diverging
+        search = replace(trained, out=folder)
+        for plan in plans:
+            (folder / plan.folder.name).parent.mkdir(exist_ok=True)
+            (folder / plan.folder.name).symlink_to(plan.folder)
+        lost = search.planned(0.929 if diverging != "dense" else None)
+        for plan in lost:
+            runs.create(plan.folder, plan.recipe).conclude(runs.Outcome(diverged="the loss became nan"))
+        if diverging == "dense":
+            with pytest.raises(ValueError, match=r"dense training diverges at lr=0\.1; lower --lr first"):
+                judge(search, 0.929, Surroundings(CPU))
+        else:
+            found = judge(search, 0.929, Surroundings(CPU))
+            assert (found.verdict, found.passes, math.isnan(found.lost)) == ("diverged", False, True)
 
 
 # The command
 
 
 @pytest.fixture
-def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def words(trained: Search, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
+    """The command of the trained search: its runs are there already."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tune, "C_LIMIT", 2e-4)
-    options = {"--epochs": 1, "--tolerance": 100, "--mu": 0.6, "--batch-size": 256, "--seed": 3, "--data": "my data"}
-    return ["tune", "digits-short", *(str(word) for pair in options.items() for word in pair)]
-
-
-def test_the_command_for_machines_trains_what_was_chosen(tuned: list[str]) -> None:
-    result = call(*tuned, "--json")
-    *trials, chosen = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [found["optimizer"] for found in trials] == ["sgd", "grda", "grda"]
-    assert (chosen["c"], chosen["mu"]) == (2e-4, 0.6)
-    program, *words = shlex.split(chosen["command"])
-    assert program == "dirprune"
-    assert call(*words, "--epochs", 1, "--out", "run").exit_code == 0
-    run = runs.load(Path("run"))
-    assert (*(run.recipe.values()[name] for name in ("c", "mu")), run.recipe.seed, run.recipe.batch_size) == (
-        2e-4,
-        0.6,
-        3,
-        256,
-    )
-    assert run.sessions()[-1].data == str(Path("my data").resolve())
-
-
-def test_the_command_at_a_terminal_shows_every_trial(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    result = call(*tuned)
-    lines = result.stdout.splitlines()
-    assert lines[0].strip() == "Trials of 1 epoch, on held-out data"
-    rows = [[word.strip() for word in line.split("│")] for line in lines if "│" in line]
-    assert [row[:3] for row in rows] == [["SGD", "", ""], ["gRDA", "0.0001", "0.6"], ["gRDA", "0.0002", "0.6"]]
-    assert "Chosen: c=0.0002, mu=0.6" in result.stdout
-    assert lines[-1].startswith("    dirprune train digits-short --c 0.0002 --mu 0.6")
+    common = ("--batch-size", 512, "--epochs", 2, "--seeds", 2, "--trials", 1, "--out", trained.out)
+    return ["tune", "digits-short", *common]
 
 
-def test_a_slip_in_a_users_network_is_told_in_one_line(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("slip_of_a_user.py").write_text(
-        "from torch import nn\n\nclass Net(nn.Linear):\n    def __init__(self):\n        super().__init__(64, 10)\n\n"
-        "    def forward(self, inputs):\n        return self.layers[0](inputs)\n"
-    )
-    result = call(*tuned, "--model", "slip_of_a_user:Net")
-    assert result.exit_code == 1
-    (line,) = result.stderr.splitlines()
-    assert "model='slip_of_a_user:Net' does not fit data='digits', whose examples have shape (1, 8, 8)" in line
-    assert "'Net' object has no attribute 'layers'" in line
+def test_the_command_for_machines_says_how_to_train_the_chosen_target(words: list[object]) -> None:
+    *judged, chosen = objects(call(*words, "--tolerance", 100, "--json"))
+    assert [each["sparsity"] for each in judged] == [0.929]
+    program, *command = shlex.split(chosen["command"])
+    assert program == "dirprune"
+    assert call(*command, "--out", "run").exit_code == 0
+    run = runs.load(Path("run"))
+    assert run.recipe.but(seed=0) == search_.Search(QUICK, Path()).planned(0.929)[0].recipe.but(validation=0.0)
+    zeros = run.outcome()
+    assert zeros is not None
+    assert zeros.zeros is not None
+    assert zeros.zeros.weight_fraction == pytest.approx(0.929, abs=1e-4)
 
 
-def test_ctrl_c_shows_the_trials_that_are_done(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = tune.tune
-
-    def interrupted(*arguments: Any, **options: Any) -> Iterator[tune.Trial]:
-        yield from islice(whole(*arguments, **options), 2)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tune, "tune", interrupted)
-    result = call(*tuned)
-    assert result.exit_code == 130
-    rows = [[word.strip() for word in line.split("│")] for line in result.stdout.splitlines() if "│" in line]
-    assert [row[:3] for row in rows] == [["SGD", "", ""], ["gRDA", "0.0001", "0.6"]]
-    assert result.stderr.startswith("Stopped; the search is not finished. Best so far: c=0.0001, mu=0.6 (")
+def test_the_command_at_a_terminal_shows_the_interval_and_its_noise(words: list[object]) -> None:
+    result = call(*words, "--tolerance", 100)
+    assert result.exit_code == 0
+    assert "paired over 143 held-out examples, mean of 2 seeds" in result.stdout
+    assert "Noise:" not in result.stdout  # the whole interval is within 100 points
+    noisy = float(json.loads(call(*words, "--tolerance", 100, "--json").stdout.splitlines()[0])["lost"])
+    result = call(*words, "--tolerance", noisy + 0.01)
+    assert "Noise: ±" in result.stdout
+    assert "More --seeds or a larger --validation narrow the interval" in result.stdout
+    assert max(map(len, result.stdout.split("Chosen")[0].splitlines())) <= 80
 
 
-def test_an_interrupted_search_goes_on_where_it_stopped(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    train_, used = tune._last, []
+def test_when_no_target_passes_the_command_says_what_to_do(
+    words: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_much(search: Search, target: float, here: Surroundings) -> Judged:
+        return Judged(target, 50.0, 40.0, 30.0, 50.0, passes=False, verdict="beyond", seeds=2, examples=143)
 
-    def once(recipe: Recipe, *others: Any) -> EpochRecord | None:
-        used.append(recipe.cpu.precision)
-        if len(used) in (1, 3):
-            raise KeyboardInterrupt
-        return train_(recipe, *others)
-
-    monkeypatch.setattr(tune, "_last", once)
-    words = [*tuned, "--json", "--precision", "bfloat16", "--out", "search"]
-    stopped = call(*words)
-    assert stopped.exit_code == 130
-    assert "trials.csv" not in stopped.stderr  # there are none
-    stopped = call(*words)
-    assert stopped.exit_code == 130
-    assert "Its trials are in search/trials.csv. Run the same command to continue." in stopped.stderr
+    monkeypatch.setattr(search_, "judge", too_much)
     result = call(*words)
-    assert (result.exit_code, used) == (0, ["bfloat16"] * 5)
-    assert json.loads(result.stdout.splitlines()[-1])["command"].endswith("--precision bfloat16 --data 'my data'")
-
-
-def test_when_nothing_passes_the_command_says_what_to_do(tuned: list[str], imagine: Any) -> None:
-    imagine(lambda r: 500.0 if r.optimizer.value is None else 0.0)
-    result = call(*tuned)
     assert result.exit_code == 1
-    assert "--tolerance" in result.stderr
+    assert "--between with less than 0.5" in result.stderr
+
+
+def test_a_search_of_ones_own_recipe_goes_on_where_its_time_was_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_tune_net.py").write_text(
+        "from torch import nn\n\n"
+        "def net(num_classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))\n"
+    )
+    Path("mine.py").write_text(
+        "from dirprune.lab.training import recipes\n\n"
+        "def recipe():\n"
+        "    return recipes.get('digits-short').but(name='mine', model='my_tune_net:net', epochs=1)\n"
+    )
+    command = ["tune", "mine.py", "--batch-size", 512, "--trials", 1, "--tolerance", 100]
+    stopped = call(*command, "--minutes", 1e-9)
+    assert (stopped.exit_code, stopped.stdout) == (0, "")
+    assert "0 of 2 runs are complete. Run the same command to continue." in stopped.stderr
+    for _ in range(2):  # the second time its runs exist, and their network is trusted because the file is named
+        assert "Chosen: --sparsity 0.929" in call(*command).stdout
+    assert sorted(path.name for path in Path("runs/tune-mine").iterdir()) == ["dense-s0", "sparsity0.929-s0"]
+    other: Any = call(*command, "--lr", 0.2)
+    assert (other.exit_code, "holds a run with lr=0.1, not 0.2; give another folder" in other.stderr) == (1, True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from enum import Enum
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +20,7 @@ from dirprune.lab.cli.console import (
     KeepOption,
     MinutesOption,
     ModelOption,
+    RecipeArgument,
     RunDataOption,
     SeedOption,
     StepPrecisionOption,
@@ -38,6 +37,7 @@ from dirprune.lab.studies.deployment import verb as deployment
 from dirprune.lab.studies.direction import verb as direction
 from dirprune.lab.studies.reproduction import verb as reproduction
 from dirprune.lab.studies.theorem import verb as theorem
+from dirprune.lab.studies.tune import verb as tuning
 from dirprune.lab.text import NOTHING
 
 if TYPE_CHECKING:
@@ -71,9 +71,6 @@ BoardOption = Annotated[bool, typer.Option("--tensorboard", help="Also write Ten
 LeanOption = Annotated[
     bool | None,
     typer.Option("--lean/--no-lean", help="With bfloat16, store gRDA's weights in bfloat16; results are unchanged."),
-]
-RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`, or a Python file that defines recipe().")
 ]
 RateOption = Annotated[float | None, typer.Option(help="Base learning rate.")]
 BatchOption = Annotated[int | None, typer.Option(help="Global batch size, summed over all processes.")]
@@ -291,69 +288,6 @@ def report(
 
 
 @app.command()
-def tune(
-    recipe: RecipeArgument,
-    epochs: Annotated[int, typer.Option(min=1, help="Length of a trial; the paper used 1 to 5.")] = 3,
-    tolerance: Annotated[float, typer.Option(help="How many points of accuracy a trial may lose against SGD.")] = 1.0,
-    mu: Annotated[
-        list[float] | None, typer.Option(help="Search c for this μ; may be repeated.", show_default=".501 .51 .55")
-    ] = None,
-    lr: RateOption = None,
-    batch_size: BatchOption = None,
-    seed: SeedOption = None,
-    model: ModelOption = None,
-    precision: StepPrecisionOption = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder to record trials in; the same folder continues the search.", show_default="none"),
-    ] = None,
-    data: DataOption = None,
-    device: DeviceOption = "auto",
-    as_json: JsonOption = False,
-) -> None:
-    """Choose c and μ by the paper's rule: the largest c that keeps SGD's accuracy, on held-out training data."""
-    with clear_errors():
-        from dirprune.lab.cli.console import bar
-        from dirprune.lab.cli.follow import device_of
-        from dirprune.lab.studies import tune as tuning
-        from dirprune.lab.training import recipes
-        from dirprune.lab.training.recipe import changed
-
-        given = {"lr": lr, "batch_size": batch_size, "seed": seed, "model": model}
-        given["precision"] = precision.value if precision else None
-        chosen = changed(recipes.find(recipe), **given)
-        trials = []
-        length = "1 epoch" if epochs == 1 else f"{epochs} epochs"
-        mus, where = mu or tuning.MUS, device_of(device)
-        search = tuning.tune(chosen, epochs=epochs, tolerance=tolerance, mus=mus, device=where, root=data, out=out)
-        output, finished = Output(as_json), False
-        with bar("trials", total=None) as advance, suppress(KeyboardInterrupt):
-            for trial in search:
-                trials.append(trial)
-                advance(1, note=" ".join(filter(None, trial.cells())))
-                output.record(trial.to_dict())
-            finished = True
-        if trials:
-            output.rows(f"Trials of {length}, on held-out data", [trial.cells() for trial in trials])
-        best = tuning.choose(trials)
-        if not finished:
-            so_far = f" Best so far: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero)." if best else ""
-            say(f"Stopped; the search is not finished.{so_far}")
-            if out and trials:
-                say(f"Its trials are in {out / tuning.TABLE}. Run the same command to continue.")
-            raise typer.Exit(INTERRUPTED)
-        if best is None:
-            say("No c passed; try a larger --tolerance or longer trials (--epochs).")
-            raise typer.Exit(1)
-        options = {"c": best.c, "mu": best.mu, **given, "data": data}
-        words = [(f"--{k.replace('_', '-')}", str(value)) for k, value in options.items() if value is not None]
-        command = shlex.join(["dirprune", "train", recipe, *chain.from_iterable(words)])
-        output.tell(f"Chosen: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero after {length}). Train with:")
-        output.tell(f"    {command}")
-        output.record({"c": best.c, "mu": best.mu, "command": command})
-
-
-@app.command()
 def data(
     name: Annotated[DownloadName, typer.Argument(help="The data set to download.")],
     to: Annotated[
@@ -443,7 +377,7 @@ def bench(
             raise typer.Exit(INTERRUPTED)
 
 
-for study in (demo, theorem, direction, connectivity, comparison, reproduction, deployment):
+for study in (demo, tuning, theorem, direction, connectivity, comparison, reproduction, deployment):
     app.add_typer(study.app)
 
 

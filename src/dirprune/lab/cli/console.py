@@ -117,6 +117,9 @@ def _message(error: Exception) -> str:
     return str(error)
 
 
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`, or a Python file that defines recipe().")
+]
 DataOption = Annotated[
     Path | None,
     typer.Option("--data", help="Folder of the data sets.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune"),
@@ -264,3 +267,16 @@ def integers(option: str, text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
     except ValueError:
         raise ValueError(f"{option} {text!r} is not a list of numbers; write e.g. 0,10,100") from None
+
+
+def fractions(option: str, text: str) -> list[float]:
+    """Read an option like 0.8,0.9."""
+    try:
+        values = [float(word) for word in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 < value < 1 for value in values):
+        raise ValueError(
+            f"{option} {text!r} is not a list of sparsities; write fractions between 0 and 1, e.g. 0.8,0.9"
+        )
+    return list(dict.fromkeys(values))

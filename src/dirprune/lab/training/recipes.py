@@ -7,6 +7,7 @@ from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
+from dirprune.lab import trust
 from dirprune.lab.names import unknown
 from dirprune.lab.tasks import Images, Text
 from dirprune.lab.training.execution import Execution
@@ -61,6 +62,8 @@ def find(name: str) -> Recipe:
         ) from error
     if not isinstance(made, Recipe):
         raise ValueError(f"recipe() in {name} returned a {type(made).__name__}; it must return a Recipe")
+    for spec in made.code:  # the command names the file, and so what the file names
+        trust.allow(spec)
     return made
 
 

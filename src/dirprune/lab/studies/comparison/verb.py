@@ -18,6 +18,7 @@ from dirprune.lab.cli.console import (
     ModelOption,
     StepPrecisionOption,
     clear_errors,
+    fractions,
     say,
 )
 from dirprune.lab.cli.output import HtmlOption, JsonOption, Output
@@ -74,7 +75,7 @@ def compare(
         if published is not None:
             _draw_published(published, out, output)
             return
-        asked = _fractions("--sparsity", sparsity)
+        asked = fractions("--sparsity", sparsity)
         interruption = Interruption(minutes)
         if train:
             from dirprune.lab.cli.follow import device_of
@@ -201,16 +202,3 @@ def _draw_published(name: str, out: Path, output: Output) -> None:
     }
     for name, figure in figures.items():
         output.tell(f"written: {plots.save(figure, out / name)}")
-
-
-def _fractions(option: str, text: str) -> list[float]:
-    """Read an option like 0.8,0.9."""
-    try:
-        values = [float(word) for word in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or not all(0 < value < 1 for value in values):
-        raise ValueError(
-            f"{option} {text!r} is not a list of sparsities; write fractions between 0 and 1, e.g. 0.8,0.9"
-        )
-    return list(dict.fromkeys(values))
