@@ -11,14 +11,15 @@ from dirprune.lab.cli.page_of_runs import exported, file_cells
 from dirprune.lab.pages.origin import came_from, distinct
 from dirprune.lab.pages.page import Page, Picture, Section, Table
 from dirprune.lab.studies.comparison import tables as comparison
-from dirprune.lab.studies.comparison.tables import Ended, RankRow, Row
+from dirprune.lab.studies.comparison.rows import Ended, Row
+from dirprune.lab.studies.comparison.tables import RankRow
 from dirprune.lab.studies.deployment.export import Exported
 from dirprune.lab.text import NOTHING, duration
 from dirprune.lab.training import runs
 
 _CAPTIONS = {
-    "tradeoff": "Accuracy and sparsity; error bars are standard deviations over seeds",
-    "tradeoff-macs": "Accuracy and the multiplications that the zeros save",
+    "tradeoff": "Score and sparsity; error bars are standard deviations over seeds",
+    "tradeoff-macs": "Score and the multiplications that the zeros save",
 }
 
 
@@ -77,7 +78,7 @@ def _cells(row: Row, file: Exported | None) -> dict[str, str]:
         "method": row.title,
         "setting": row.setting or NOTHING,
         "seed": str(row.seed),
-        "test accuracy (%)": f"{row.test_accuracy:.2f}",
+        row.measure.title: f"{row.score:.{row.measure.digits}f}",
         "weight sparsity (%)": f"{100 * row.sparsity:.2f}",
         "MACs left (%)": NOTHING if row.macs_left != row.macs_left else f"{100 * row.macs_left:.2f}",
         **file_cells([file] if file else []),

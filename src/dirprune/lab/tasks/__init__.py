@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dirprune.lab.tasks.images import Images
+from dirprune.lab.tasks.measure import Measure
 from dirprune.lab.tasks.text import Text
 
-__all__ = ["TASKS", "Images", "Task", "Text"]
+__all__ = ["TASKS", "Images", "Measure", "Task", "Text"]
 
 Task = Images | Text
 

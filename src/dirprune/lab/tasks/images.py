@@ -11,6 +11,7 @@ import torch
 from dirprune.lab.data import Loaders, load
 from dirprune.lab.data.loader import STATISTICS
 from dirprune.lab.ranges import BELOW_ONE, NOT_NEGATIVE, BadValue, check
+from dirprune.lab.tasks.measure import ACCURACY, Measure
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Images:
     """
 
     name: ClassVar[str] = "images"
+    measure: ClassVar[Measure] = ACCURACY
 
     data: str
     statistics: str = ""

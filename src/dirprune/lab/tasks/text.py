@@ -12,6 +12,7 @@ from dirprune.lab.data import EVALUATION_BATCH, Loaders
 from dirprune.lab.data.loader import Batching
 from dirprune.lab.data.text import TEST_WINDOWS, VOCABULARY, WindowLoader, corpus, fingerprint, read_parts
 from dirprune.lab.ranges import BELOW_ONE, COUNT, check
+from dirprune.lab.tasks.measure import LOSS, Measure
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Text:
     """
 
     name: ClassVar[str] = "text"
+    measure: ClassVar[Measure] = LOSS
 
     data: str = "python"
     context: int = 64

@@ -198,18 +198,22 @@ class TargetGrda(Sgd):
 
     sparsity: float = 0.9
     of: str = "weights"
+    shape: str = "soft"
+    prune_from: float = 0.1
+    prune_until: float = 0.7
     exempt: tuple[str, ...] = ("bias", "norm")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_measure(self.of)
-        check(vars(self), sparsity=BETWEEN)
+        check(vars(self), sparsity=BETWEEN, prune_from=FRACTION, prune_until=UP_TO_ONE)
         object.__setattr__(self, "exempt", tuple(self.exempt))
 
     def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
         groups = _to_prune(model, self.exempt, self.of, plan)
-        steps = plan.steps if plan else None
-        return GRDA(groups, lr=self.lr, target=self.sparsity, of=MEASURES[self.of], steps=steps, **self._inertia())
+        phases = {"target": self.sparsity, "prune_from": self.prune_from, "prune_until": self.prune_until}
+        options: Any = {**phases, "steps": plan.steps if plan else None, "shape": self.shape}
+        return GRDA(groups, lr=self.lr, of=MEASURES[self.of], **options, **self._inertia())
 
 
 def _to_prune(model: nn.Module, exempt: tuple[str, ...], of: str, plan: Plan | None) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from dirprune.lab import plots
 from dirprune.lab.plots import GREY, Array
 from dirprune.lab.studies.comparison.tradeoff import APART, SHORTCUT, STEM, Curve, LayerBar, distance
+from dirprune.lab.tasks.measure import ACCURACY
 from dirprune.zeros import SparsityReport
 
 PALE = "#CFCFCF"
@@ -51,7 +52,9 @@ _NEAR = 10.0  # points below the best that the second panel shows
 
 
 @plots.styled
-def tradeoff(curves: Sequence[Curve], *, title: str = "", counted: str = OF_WEIGHTS) -> Figure:
+def tradeoff(
+    curves: Sequence[Curve], *, title: str = "", counted: str = OF_WEIGHTS, measured: str = ACCURACY.title
+) -> Figure:
     """Draw accuracy against sparsity: a line per method, error bars where a spread is known (Figure 4, left).
 
     The sparsity axis is logarithmic in 1 − sparsity, which separates 90, 95 and 98 %. A dense network is a horizontal
@@ -62,6 +65,7 @@ def tradeoff(curves: Sequence[Curve], *, title: str = "", counted: str = OF_WEIG
         curves: at least one, with different labels; earlier ones are drawn on top.
         title: printed above the panels.
         counted: the label of the sparsity axis.
+        measured: the label of the other one.
 
     Example:
         >>> figure = tradeoff([Curve("gRDA", [0.9, 0.95], [93.6, 93.5]), Curve("dense", [0], [93.7])])
@@ -79,7 +83,7 @@ def tradeoff(curves: Sequence[Curve], *, title: str = "", counted: str = OF_WEIG
         for rank, curve in enumerate(curves):
             _draw_curve(axes, curve, variants[rank], zorder=3 - rank / len(curves))
         _fit(axes, curves, floor)
-        axes.set(xlabel=f"{counted} (%)", ylabel="test accuracy (%)")
+        axes.set(xlabel=f"{counted} (%)", ylabel=measured)
     if len(floors) > 1:
         every[0].set_title("all")
         every[1].set(title=f"within {_NEAR:g} points of the best", ylabel="")
@@ -231,7 +235,8 @@ def _fit(axes: Axes, curves: Sequence[Curve], floor: float) -> None:
             if accuracy >= floor:
                 heights += [accuracy - spread, accuracy + spread]
                 pruned += [] if curve.is_dense else [100 * sparsity]
-    margin = max(0.06 * (max(heights) - min(heights)), 0.25)
+    extent = max(heights) - min(heights)
+    margin = max(0.06 * extent, min(0.25, extent or 1.0))  # a quarter of a point of accuracy, less of small losses
     axes.set_ylim(min(heights) - margin, max(heights) + margin)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=(1, 2, 2.5, 5, 10)))  # else also eighths: 97.6, 98.4
     _scale_sparsity(axes, min(pruned, default=0.0), max(pruned, default=100.0))

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from dirprune.lab.stats import Spread
 from dirprune.lab.studies.comparison.tradeoff import APART, distance
+from dirprune.lab.tasks.measure import ACCURACY, Measure
 
 EXACT = 0.02
 """A run within this `distance` of a sparsity counts as being at it: 0.2 points at 90%, 0.04 at 98%."""
@@ -22,32 +24,43 @@ SPARSER = math.log(2)
 """How much sparser a run may be to serve as a lower bound: it has at least half as many weights left."""
 
 
+class Reached(NamedTuple):
+    """What a network has reached: its score, the fraction of the multiplications left, the zeros of its outer layers.
+
+    What is not known is NaN.
+    """
+
+    score: float
+    macs_left: float = math.nan
+    first: float = math.nan
+    last: float = math.nan
+
+    def towards(self, other: Reached, way: float) -> Reached:
+        """Return what lies between the two."""
+        return Reached(*(one + way * (two - one) for one, two in zip(self, other, strict=True)))
+
+
 @dataclass(frozen=True)
 class Point:
-    """A finished run: its method, setting and seed, and what it reached.
-
-    ``accuracy`` is in percent, ``macs_left`` the fraction of the multiplications that is left, NaN if not known.
-    """
+    """A finished run: its method, setting and seed, and what it reached."""
 
     method: str
     setting: str
     seed: int
     sparsity: float
-    accuracy: float
-    macs_left: float = math.nan
+    reached: Reached
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A method's accuracy and multiplications left at a sparsity, from the runs of one seed.
+    """What a method reaches at a sparsity, from the runs of one seed.
 
     ``is_there`` is False if it is only that of the nearest run. ``at_least`` is True if a sparser run is a lower bound;
     ``sparsity`` is then that run's own.
     """
 
     sparsity: float
-    accuracy: float
-    macs_left: float
+    reached: Reached
     source: str
     is_there: bool
     at_least: bool = False
@@ -57,7 +70,7 @@ class Reading:
 class Standing:
     """A method at a requested sparsity, over its seeds; rank 0 means that it cannot be ranked there.
 
-    ``sparsity`` is where the accuracies (by seed) were read: the requested one, or that of sparser or nearest runs.
+    ``sparsity`` is where it was read what they reached, by seed: the requested one, or that of sparser or nearest runs.
     ``source`` names the runs of the first seed.
     """
 
@@ -65,61 +78,67 @@ class Standing:
     rank: int
     method: str
     sparsity: float
-    accuracies: Mapping[int, float]
+    reached: Mapping[int, Reached]
     source: str
-    macs_left: float = math.nan
 
     @property
-    def accuracy(self) -> Spread:
-        return Spread.of(list(self.accuracies.values()))
+    def scores(self) -> dict[int, float]:
+        return {seed: each.score for seed, each in self.reached.items()}
+
+    @property
+    def score(self) -> Spread:
+        return Spread.of(list(self.scores.values()))
 
     @property
     def seeds(self) -> int:
-        return len(self.accuracies)
+        return len(self.reached)
+
+    def mean(self, what: str) -> float:
+        """Return the mean over the seeds of one of the things they reached."""
+        return Spread.of([getattr(each, what) for each in self.reached.values()]).mean
 
 
 def read_at(points: Sequence[Point], sparsity: float) -> Reading:
-    """Return a method's accuracy at a sparsity, from its runs of one seed.
+    """Return what a method reaches at a sparsity, from its runs of one seed.
 
-    >>> points = [Point("grda", "c=1", 0, 0.9, 94.0), Point("grda", "c=2", 0, 0.975, 92.0)]
+    >>> points = [Point("grda", "c=1", 0, 0.9, Reached(94.0)), Point("grda", "c=2", 0, 0.975, Reached(92.0))]
     >>> reading = read_at(points, 0.95)  # what is left is halved, then halved again
-    >>> round(reading.accuracy, 9), reading.source
+    >>> round(reading.reached.score, 9), reading.source
     (93.0, 'c=1 – 2 (90.0–97.5%)')
     >>> read_at(points, 0.99).is_there
     False
     """
     nearest = min(points, key=lambda point: distance(point.sparsity, sparsity))
     if distance(nearest.sparsity, sparsity) <= EXACT:
-        return Reading(sparsity, nearest.accuracy, nearest.macs_left, nearest.setting, is_there=True)
+        return Reading(sparsity, nearest.reached, nearest.setting, is_there=True)
     below = max((p for p in points if p.sparsity < sparsity), key=lambda p: p.sparsity, default=None)
     above = min((p for p in points if p.sparsity > sparsity), key=lambda p: p.sparsity, default=None)
     if below is None and distance(nearest.sparsity, sparsity) <= SPARSER:
         told = f"at least: {_name(nearest)}"
-        return Reading(nearest.sparsity, nearest.accuracy, nearest.macs_left, told, is_there=True, at_least=True)
+        return Reading(nearest.sparsity, nearest.reached, told, is_there=True, at_least=True)
     if below is None or above is None or distance(below.sparsity, above.sparsity) > APART:
         told = f"nearest run: {_name(nearest)}"
-        return Reading(nearest.sparsity, nearest.accuracy, nearest.macs_left, told, is_there=False)
+        return Reading(nearest.sparsity, nearest.reached, told, is_there=False)
     way = distance(below.sparsity, sparsity) / distance(below.sparsity, above.sparsity)
-    accuracy = below.accuracy + way * (above.accuracy - below.accuracy)
-    left = below.macs_left + way * (above.macs_left - below.macs_left)
-    return Reading(sparsity, accuracy, left, _between(below, above), is_there=True)
+    reached = below.reached.towards(above.reached, way)
+    return Reading(sparsity, reached, _between(below, above), is_there=True)
 
 
-def rank(points: Iterable[Point], sparsities: Iterable[float]) -> list[Standing]:
-    """Return the methods at every sparsity, the most accurate first, then those that cannot be ranked there."""
+def rank(points: Iterable[Point], sparsities: Iterable[float], measure: Measure = ACCURACY) -> list[Standing]:
+    """Return the methods at every sparsity, the best first, then those that cannot be ranked there."""
     by_method: dict[str, dict[int, list[Point]]] = {}
     for point in points:
         by_method.setdefault(point.method, {}).setdefault(point.seed, []).append(point)
     standings: list[Standing] = []
     for asked in sparsities:
         unranked = [_stand(asked, method, seeds) for method, seeds in by_method.items()]
-        ordered = sorted(unranked, key=lambda each: (not each.rank, -each.accuracy.mean))
+        ordered = sorted(unranked, key=lambda each: (not each.rank, measure.best_first(each.score.mean)))
         standings += [_with_rank(each, place) for place, each in enumerate(ordered, start=1)]
     return standings
 
 
-def paired_gap(accuracies: Mapping[int, float], dense: Mapping[int, float]) -> tuple[float, float]:
-    """Return a method's mean difference from dense training over common seeds, and the margin of that mean.
+def paired_gap(scores: Mapping[int, float], others: Mapping[int, float]) -> tuple[float, float]:
+    """Return a method's mean difference from another, or from dense training, over common seeds, and its margin.
 
         d̄ ± t(0.975, n−1) · s/√n,   mean d̄ and standard deviation s of the n differences
 
@@ -132,7 +151,7 @@ def paired_gap(accuracies: Mapping[int, float], dense: Mapping[int, float]) -> t
     """
     from scipy.special import stdtrit
 
-    differences = [accuracy - dense[seed] for seed, accuracy in accuracies.items() if seed in dense]
+    differences = [score - others[seed] for seed, score in scores.items() if seed in others]
     if not differences:
         return math.nan, math.nan
     spread, n = Spread.of(differences), len(differences)
@@ -151,9 +170,8 @@ def _stand(asked: float, method: str, seeds: dict[int, list[Point]]) -> Standing
         rank=int(bool(there)),
         method=method,
         sparsity=sparsity,
-        accuracies={seed: reading.accuracy for seed, reading in readings.items()},
+        reached={seed: reading.reached for seed, reading in readings.items()},
         source=first.source if there or len(every) == 1 else f"nearest runs, {sparsity:.1%} on average",
-        macs_left=Spread.of([reading.macs_left for reading in readings.values()]).mean,
     )
 
 

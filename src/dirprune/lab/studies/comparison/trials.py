@@ -6,9 +6,10 @@ preset sparsity is run at the requested sparsities, any other at several values 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from dirprune.lab.methods import METHODS, Method, MethodSpec, Variant
+from dirprune.lab.methods import METHODS, Method, MethodSpec, Option, Variant
 from dirprune.lab.names import unknown
 from dirprune.lab.training import recipes
 from dirprune.lab.training.optimizers import OPTIMIZERS, Grda, OptimizerSpec
@@ -53,17 +54,23 @@ def known_as(name: str) -> type[OptimizerSpec] | Variant:
     return CONTESTANTS.get(name) or Variant(Method, name, "unknown")
 
 
-def enter(recipe: Recipe, name: str, value: float | None) -> Recipe:
-    """Return the recipe with the contestant called ``name``, its knob at ``value``.
+Settings = Mapping[str, Option]
+"""Options of a contestant, its own and those of the recipe that it trains under: {"lr": 0.2, "end": 0.5}."""
 
-    >>> run_name(enter(recipes.get("digits"), "magnitude-global", 0.9))
+
+def enter(recipe: Recipe, name: str, value: float | None, settings: Settings | None = None) -> Recipe:
+    """Return the recipe with the contestant called ``name``, its knob at ``value`` and its options as in ``settings``.
+
+    >>> run_name(enter(recipes.get("digits"), "magnitude-global", 0.9, {"lr": 0.2, "end": 0.5}))
     'magnitude-global-sparsity0.9-s0'
     """
     knob = contestant(name).knob
-    options = {} if knob is None or value is None else {knob: value}
-    if name in METHODS:
-        return recipe.but(optimizer=recipe.optimizer.dense, method=MethodSpec.of(name, **options))
-    return recipe.but(optimizer=name, method=None, **options)
+    options = dict(settings or {}) | ({} if knob is None or value is None else {knob: value})
+    if name not in METHODS:
+        return recipe.but(optimizer=name, method=None, **options)
+    takes = inspect.signature(METHODS[name].kind).parameters
+    own = {option: options.pop(option) for option in list(options) if option in takes}
+    return recipe.but(optimizer=recipe.optimizer.dense, method=MethodSpec.of(name, **own), **options)
 
 
 def setting(knob: str | None, value: float | None) -> str:
@@ -91,6 +98,7 @@ def plan(
     sparsities: Sequence[float] = (0.8, 0.9, 0.95),
     seeds: int = 1,
     sweeps: Mapping[str, Sequence[float]] | None = None,
+    settings: Mapping[str, Settings] | None = None,
     batches: int,
 ) -> list[Recipe]:
     """Return the runs of a comparison: all methods with the first seed, then all with the next.
@@ -101,6 +109,7 @@ def plan(
         sparsities: the sparsities of methods with a preset sparsity.
         seeds: number of seeds, starting with the recipe's own.
         sweeps: values of the knob by method, instead of the sparsities or the `default_sweep`.
+        settings: options by method, instead of the recipe's and its usual ones.
         batches: steps per epoch, on which the default sweeps depend.
 
     Raises:
@@ -112,7 +121,7 @@ def plan(
         >>> [run_name(each) for each in planned]
         ['sgd-s0', 'rigl-sparsity0.5-s0', 'rigl-sparsity0.9-s0']
     """
-    sweeps = sweeps or {}
+    sweeps, settings = sweeps or {}, settings or {}
     chosen = usual(recipe) if methods is None else list(dict.fromkeys(methods))
     if not chosen:
         raise ValueError(f"methods={methods!r} names no method; choose from {', '.join(CONTESTANTS)}")
@@ -123,17 +132,17 @@ def plan(
         raise ValueError(f"seeds={seeds}: a comparison needs at least one")
     swept: dict[str, Sequence[float | None]] = {}
     for name, knob in knobs.items():
-        default = sparsities if knob == "sparsity" else default_sweep(name, recipe, batches)
+        default = sparsities if knob == "sparsity" else default_sweep(name, recipe, batches, settings.get(name))
         swept[name] = sweeps.get(name, default) if knob else (None,)
     return [
-        enter(recipe.but(seed=seed), name, value)
+        enter(recipe.but(seed=seed), name, value, settings.get(name))
         for seed in range(recipe.seed, recipe.seed + seeds)
         for name, values in swept.items()
         for value in values
     ]
 
 
-def default_sweep(name: str, recipe: Recipe, batches: int) -> list[float]:
+def default_sweep(name: str, recipe: Recipe, batches: int, settings: Settings | None = None) -> list[float]:
     """Return values of a knob that should lead from moderate to high sparsity.
 
     With n steps at rates γᵢ = lr · factorᵢ / (1 − momentum), and the base rate γ:
@@ -144,6 +153,8 @@ def default_sweep(name: str, recipe: Recipe, batches: int) -> list[float]:
     - STR: around `str_decay`.
     - variational dropout: β up to 1, the variational bound; smaller values with weight decay.
     """
+    shared = {option: value for option, value in (settings or {}).items() if option in ("lr", "weight_decay", "mu")}
+    recipe = recipe.but(optimizer="grda" if "mu" in shared else recipe.optimizer, method=None, **shared)
     rate = recipe.optimizer.effective_lr
     steps = recipe.epochs * batches
     threshold = final_threshold(recipe, batches)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,10 +24,14 @@ from dirprune.lab.cli.console import (
 from dirprune.lab.cli.output import HtmlOption, JsonOption, Output
 
 if TYPE_CHECKING:
+    from dirprune.lab.studies.comparison.trials import Settings
     from dirprune.lab.training.recipe import Recipe
     from dirprune.lab.training.surroundings import Surroundings
 
 app = typer.Typer()
+
+TARGETED = ("grda-target", "adamgrda")
+"""gRDA at a target, whose differences from the others are shown unless another is named."""
 
 
 @app.command()
@@ -48,6 +52,13 @@ def compare(
         typer.Option(help="Values of a method's knob, e.g. grda:c=8e-5,2e-4; repeatable.", show_default="by recipe"),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of runs of every setting.")] = 1,
+    tune: Annotated[
+        int, typer.Option(min=0, help="Choose every method's options in this many trials each, on held-out data.")
+    ] = 0,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Show the differences from this method, seed by seed.", show_default="gRDA at a target"),
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Length of every run.", show_default="the recipe's")] = None,
     lr: Annotated[float | None, typer.Option(help="Base learning rate.", show_default="the recipe's")] = None,
     model: ModelOption = None,
@@ -80,90 +91,136 @@ def compare(
         if train:
             from dirprune.lab.cli.follow import device_of
             from dirprune.lab.studies.comparison import trials
+            from dirprune.lab.training import recipes
+            from dirprune.lab.training.recipe import changed
             from dirprune.lab.training.surroundings import Surroundings
 
             if recipe is None:
                 raise ValueError("RECIPE is missing; take one of `dirprune recipes`, or give --no-train or --published")
             names = None if methods is None else methods.replace(",", " ").split()
             changes = {"epochs": epochs, "lr": lr, "model": model, "precision": precision and precision.value}
+            base = changed(recipes.find(recipe), **changes)
             given = trials.read_sweeps(sweep or [])
-            plan = _plan(recipe, changes, data, methods=names, sparsities=asked, seeds=seeds)
             here = Surroundings(device_of(device), data, stopping=interruption, at_once=at_once)
-            _train(plan, given, asked, out, here, interruption, output)
-        _conclude(out, asked, output, html=html)
+            study = Study(base, names, asked, seeds, given, out, here, interruption, output)
+            settings = _tuned(study, tune) if tune else {}
+            if settings is None:  # stopped
+                return
+            _train(study, settings)
+        _conclude(out, asked, output, against, html=html)
 
 
-Sweeps = dict[str, list[float]]
+@dataclass(frozen=True)
+class Study:
+    """What a comparison was asked for."""
+
+    recipe: Recipe
+    methods: Sequence[str] | None
+    sparsities: Sequence[float]
+    seeds: int
+    sweeps: Mapping[str, Sequence[float]]
+    out: Path
+    here: Surroundings
+    interruption: Interruption
+    output: Output
 
 
-def _plan(recipe: str, changes: dict[str, Any], root: Path | None, **options: Any) -> Callable[[Sweeps], list[Recipe]]:
-    """Return a function from sweeps to runs. Loads the data to count batches, on which default sweeps depend."""
-    import torch
+def _tuned(study: Study, count: int) -> Mapping[str, Settings] | None:
+    """Return the options that every method has in its best trial; train the missing trials. None if it was stopped."""
+    from dirprune.lab.records.tables import merge_rows, read_rows
+    from dirprune.lab.studies.comparison import trials, tuning
+    from dirprune.lab.studies.comparison.work import judged
 
-    from dirprune.lab.studies.comparison import trials
-    from dirprune.lab.training import recipes
-    from dirprune.lab.training.experiment import load_data
-    from dirprune.lab.training.recipe import changed
+    names = list(dict.fromkeys(trials.usual(study.recipe) if study.methods is None else study.methods))
+    at = sorted(study.sparsities)[len(study.sparsities) // 2]
+    seed = study.recipe.seed + tuning.FIRST_SEED
+    held = study.recipe.but(validation=study.recipe.task.validation or tuning.HELD_OUT, seed=seed)
+    trials.plan(held, methods=names, sparsities=[at], batches=1)  # raises for a name that is not known
+    table = study.out / tuning.TABLE
 
-    chosen = changed(recipes.find(recipe), **changes)
-    batches = len(load_data(chosen, device=torch.device("cpu"), root=root).train)
-    return lambda sweeps: trials.plan(chosen, sweeps=sweeps, batches=batches, **options)
+    def known() -> list[tuning.Trial]:
+        rows = read_rows(table, tuning.Trial)
+        return [row for row in rows if row.asked_sparsity == at and row.number < count and row.method in names]
+
+    for number in range(count):
+        missing = [name for name in names if (name, number) not in {(row.method, row.number) for row in known()}]
+        if not missing:
+            continue
+        say(f"Trial {number + 1} of {count}: the options of {', '.join(missing)}, on held-out data.")
+        settings = {name: tuning.drawn(held, name, number) for name in missing}
+        folder = study.out / "tuning" / str(number)
+        if not _train(replace(study, recipe=held, methods=missing, sparsities=[at], seeds=1, out=folder), settings):
+            return None
+        found = judged(folder, number, settings, at)
+        merge_rows(table, tuning.Trial, found, key=("method", "number", "asked_sparsity"))
+    best = tuning.chosen(known(), held.task.measure)
+    for name, options in best.items():
+        told = ", ".join(
+            f"{option}={value:g}" if isinstance(value, float) else f"{option}={value}"
+            for option, value in options.items()
+        )
+        study.output.tell(f"{name}: {told or 'the options of the recipe'}")
+    return best
 
 
-def _train(
-    plan: Callable[[Sweeps], list[Recipe]],
-    given: Sweeps,
-    sparsities: Sequence[float],
-    out: Path,
-    here: Surroundings,
-    interruption: Interruption,
-    output: Output,
-) -> None:
-    """Train the runs with a progress display, until they end, Ctrl-C is pressed or the time is up.
+def _train(study: Study, settings: Mapping[str, Settings]) -> bool:
+    """Train the runs with a progress display, until they end, Ctrl-C is pressed or the time is up; return if all ended.
 
     Sweeps that were not given are widened, one value at a time, until their runs enclose the sparsities.
     """
+    import torch
+
     from dirprune.lab.cli.follow import follow_series
-    from dirprune.lab.studies.comparison import tables as comparison
-    from dirprune.lab.studies.comparison import trials
+    from dirprune.lab.studies.comparison import rows, trials
     from dirprune.lab.studies.comparison.work import Progress, compare, wider
+    from dirprune.lab.training.experiment import load_data
 
     told: set[str] = set()
 
     def ended(step: Progress) -> None:
         if step.row is not None and step.row.run not in told:
             told.add(step.row.run)
-            output.record(asdict(step.row))
+            study.output.record(asdict(step.row))
 
-    sweeps = given
+    batches = len(load_data(study.recipe, device=torch.device("cpu"), root=study.here.root).train)
+    sweeps = {name: values for name, values in study.sweeps.items() if name in (study.methods or [name])}
     while True:
-        planned = plan(sweeps)
-        steps = compare(planned, out, here)
-        titles = [trials.title(recipe) for recipe in planned]
-        follow_series(
-            steps, titles, [recipe.epochs for recipe in planned], interruption, ended=ended, at_once=here.at_once
+        planned = trials.plan(
+            study.recipe,
+            methods=study.methods,
+            sparsities=study.sparsities,
+            seeds=study.seeds,
+            sweeps=sweeps,
+            settings=settings,
+            batches=batches,
         )
-        ours = [recipe for recipe in planned if recipe.pruner.name not in given]
-        found = comparison.read(out)
-        stopped = not {trials.run_name(recipe) for recipe in planned} <= {each.row.run for each in found}
-        more = {} if stopped else wider(ours, found, sparsities)
+        steps = compare(planned, study.out, study.here)
+        titles = [trials.title(recipe) for recipe in planned]
+        lengths = [recipe.epochs for recipe in planned]
+        follow_series(steps, titles, lengths, study.interruption, ended=ended, at_once=study.here.at_once)
+        ours = [recipe for recipe in planned if recipe.pruner.name not in study.sweeps]
+        found = rows.read(study.out)
+        if not {trials.run_name(recipe) for recipe in planned} <= {each.row.run for each in found}:
+            return False
+        more = wider(ours, found, study.sparsities)
         if not more:
-            return
+            return True
         say(f"Not every sparsity lies between two runs of {', '.join(more)}; trying {_latest(more)}.")
         sweeps = {**sweeps, **more}
 
 
-def _latest(sweeps: Sweeps) -> str:
+def _latest(sweeps: Mapping[str, Sequence[float]]) -> str:
     from dirprune.lab.studies.comparison.trials import contestant, setting
 
     return ", ".join(setting(contestant(name).knob, values[-1]) for name, values in sweeps.items())
 
 
-def _conclude(out: Path, sparsities: Sequence[float], output: Output, *, html: bool) -> None:
+def _conclude(out: Path, sparsities: Sequence[float], output: Output, against: str | None, *, html: bool) -> None:
     """Show the ranking of the runs that have ended so far, and write tables and figures."""
+    from dirprune.lab.studies.comparison import rows as runs
     from dirprune.lab.studies.comparison import tables as comparison
 
-    found = comparison.read(out)
+    found = runs.read(out)
     if not found:
         if not (out / "runs").is_dir():
             raise ValueError(f"{out} holds no comparison; give the --out of one, or train one: dirprune compare RECIPE")
@@ -176,6 +233,11 @@ def _conclude(out: Path, sparsities: Sequence[float], output: Output, *, html: b
         cells = [row.cells() for row in rows if row.asked_sparsity in (0.0, sparsity)]
         title = f"\nAt {100 * sparsity:g}% of the weights zero"
         output.rows(title, cells, left=3, spare=comparison.SPARE)
+    other = against or next((row.method for row in rows if row.method in TARGETED), None)
+    if differences := [row for row in comparison.pairs(found, sparsities) if row.other == other]:
+        output.rows("\nSeed by seed", [row.cells() for row in differences], left=2)
+    elif against:
+        raise ValueError(f"--against {against}: no run of that name can be compared in {out}; name one of the table")
     for line in comparison.notes(found):
         output.tell(line)
     paths = comparison.write(found, out, sparsities)
@@ -186,6 +248,7 @@ def _conclude(out: Path, sparsities: Sequence[float], output: Output, *, html: b
         paths.append(write(page_of_comparison(found, out, sparsities), out / "comparison.html"))
     for path in paths:
         output.tell(f"written: {path}")
+    output.tell(f"dirprune rerun {out} RUN repeats a run of comparison.csv, for example {found[0].row.run}.")
 
 
 def _draw_published(name: str, out: Path, output: Output) -> None:

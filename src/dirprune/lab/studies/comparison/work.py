@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dirprune.lab.studies.comparison.ranking import read_at
-from dirprune.lab.studies.comparison.tables import CHOICES, Ended, Row, noted, shared
-from dirprune.lab.studies.comparison.trials import rounded, run_name
+from dirprune.lab.studies.comparison.rows import Ended, Row, free, noted, read, shared
+from dirprune.lab.studies.comparison.tables import ranking
+from dirprune.lab.studies.comparison.trials import Settings, rounded, run_name
+from dirprune.lab.studies.comparison.tuning import Trial
 from dirprune.lab.training import runs
 from dirprune.lab.training.at_once import trained
 from dirprune.lab.training.recipe import Recipe, differing
@@ -49,7 +53,7 @@ def compare(planned: Sequence[Recipe], out: Path, here: Surroundings) -> Iterato
     Raises:
         ValueError: the folder holds runs of another comparison.
     """
-    elsewhere = [each.row for each in noted(out)]
+    elsewhere, options = [each.row for each in noted(out)], free(out)
     _check_alike(out, elsewhere, planned[0], here.device.type)
     ended = {row.run: row for row in elsewhere}
     missing = []
@@ -59,7 +63,7 @@ def compare(planned: Sequence[Recipe], out: Path, here: Surroundings) -> Iterato
         else:
             missing.append((number, Planned(out / "runs" / run_name(recipe), recipe)))
     for step in trained([each for _, each in missing], here):
-        row = Row.of(step.run.read()) if step.ended else None
+        row = Row.of(step.run.read(), options) if step.ended else None
         yield Progress(missing[step.number - 1][0], step.epoch, step.note, row)
 
 
@@ -77,24 +81,37 @@ def wider(planned: Sequence[Recipe], found: Sequence[Ended], sparsities: Sequenc
     swept = [recipe.pruner for recipe in planned if recipe.pruner.knob not in (None, "sparsity")]
     for name in dict.fromkeys(pruner.name for pruner in swept):
         values = sorted({pruner.value for pruner in swept if pruner.name == name and pruner.value is not None})
-        rows = [one.row for one in found if one.row.method == name and one.row.run in names]
-        value = _missing([row for row in rows if not row.diverged], values, sparsities)
+        own = [one for one in found if one.row.method == name and one.row.run in names and not one.row.diverged]
+        value = _missing(own, values, sparsities)
         if value is not None and len(values) < MOST_VALUES:
             more[name] = [*values, value]
     return more
 
 
-def _missing(rows: Sequence[Row], values: Sequence[float], sparsities: Sequence[float]) -> float | None:
+def judged(folder: Path, number: int, settings: Mapping[str, Settings], sparsity: float) -> list[Trial]:
+    """Return the score of every method in a trial, whose runs are in a folder of their own."""
+    found = read(folder)
+    scores = {row.method: row.score for row in ranking(found, [sparsity]) if row.rank or not row.asked_sparsity}
+    trials = []
+    for name, options in settings.items():
+        own = [each.row for each in found if each.row.method == name]
+        told = (json.dumps(dict(options)), scores.get(name, math.nan), len(own), sum(row.seconds for row in own))
+        trials.append(Trial(name, number, sparsity, *told, own[0].commit if own else ""))
+    return trials
+
+
+def _missing(found: Sequence[Ended], values: Sequence[float], sparsities: Sequence[float]) -> float | None:
     """Return the value that the first incomplete seed needs, preferably beyond the present ones; None if none does."""
-    for seed in sorted({row.seed for row in rows}):
-        own = [row for row in rows if row.seed == seed]
+    for seed in sorted({one.row.seed for one in found}):
+        own = [one for one in found if one.row.seed == seed]
+        rows = sorted((one.row for one in own), key=lambda row: row.sparsity)
         beyond, between = [], []
         for sparsity in sparsities:
-            reading = read_at([row.point for row in own], sparsity)
+            reading = read_at([one.point for one in own], sparsity)
             if reading.is_there and not reading.at_least:
                 continue
-            weaker = sorted((row for row in own if row.sparsity < sparsity), key=lambda row: row.sparsity)
-            stronger = sorted((row for row in own if row.sparsity >= sparsity), key=lambda row: row.sparsity)
+            weaker = [row for row in rows if row.sparsity < sparsity]
+            stronger = [row for row in rows if row.sparsity >= sparsity]
             if weaker and stronger:
                 between.append((weaker[-1].value * stronger[0].value) ** 0.5)
             else:
@@ -106,10 +123,10 @@ def _missing(rows: Sequence[Row], values: Sequence[float], sparsities: Sequence[
 
 def _check_alike(out: Path, elsewhere: Sequence[Row], recipe: Recipe, device_type: str) -> None:
     """Raise unless the runs in a folder can be compared with runs of this recipe, whatever their method."""
-    precision = recipe.execution(device_type).precision
+    precision, options = recipe.execution(device_type).precision, free(out)
     for config in sorted((out / "runs").glob("*/config.json")):
         there = runs.load(config.parent).recipe
-        if other := differing(there, recipe, CHOICES):
+        if other := differing(there, recipe, options):
             theirs, ours = (f"{other[0]}={each.values()[other[0]]}" for each in (there, recipe))
             raise ValueError(
                 f"{config.parent} was trained with {theirs}, which cannot be compared with {ours}; give another --out"
@@ -120,8 +137,8 @@ def _check_alike(out: Path, elsewhere: Sequence[Row], recipe: Recipe, device_typ
                 "another --out"
             )
     for row in elsewhere:
-        if row.recipe != shared(recipe):
+        if row.recipe != shared(recipe, options):
             raise ValueError(
                 f"{out / 'comparison.csv'} has runs of {row.recipe}, which cannot be compared with "
-                f"{shared(recipe)}; give another --out"
+                f"{shared(recipe, options)}; give another --out"
             )

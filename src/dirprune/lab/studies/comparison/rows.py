@@ -1,0 +1,255 @@
+"""The rows of a comparison: one per run that ended, from the runs in its folder and from the tables of runs elsewhere.
+
+Only config.json, environment.json, metrics.jsonl and outcome.json of a run are read. comparison.csv and layers.csv
+stand in for runs whose folders are gone, so with these tables alone a comparison can continue on another machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dirprune.lab.records.columns import Amount, Count, Fraction, Percent
+from dirprune.lab.records.files import as_read
+from dirprune.lab.records.tables import read_rows
+from dirprune.lab.studies.comparison.figures import layer_bars
+from dirprune.lab.studies.comparison.ranking import Point, Reached
+from dirprune.lab.studies.comparison.tradeoff import LayerBar
+from dirprune.lab.studies.comparison.trials import CONTESTANTS, enter, known_as, setting
+from dirprune.lab.studies.comparison.tuning import OPTIONS, TABLE
+from dirprune.lab.tasks import Images, Measure, Text
+from dirprune.lab.training import recipes, runs
+from dirprune.lab.training.costs import macs_left, priced
+from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe
+from dirprune.lab.training.recipes import departures
+from dirprune.lab.training.runs import History, Outcome
+
+CHOICES = {"optimizer", "method", "options", "c", "lam", "seed"} | FREE_TO_CHANGE
+"""Options in which runs of one comparison may differ."""
+
+TUNED = {"lr", "weight_decay"}
+"""Those in which they may differ besides, if every method has been tuned."""
+
+_OF_ONE_METHOD = {"exempt", *(option for options in OPTIONS.values() for option in options)}
+"""Options that all runs of one method share, and that other methods do not have."""
+
+
+def free(out: Path) -> set[str]:
+    """Return the options in which the runs of a folder may differ."""
+    return CHOICES | _OF_ONE_METHOD | (TUNED if (out / TABLE).exists() else set())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run that ended. ``sparsity`` counts weights only, which can be pruned. Unknown values are NaN.
+
+    ``macs_left`` is the fraction of the multiplications that the zeros leave, ``settings`` where the whole recipe of
+    the run departs from the registered one, as JSON.
+
+    For a run that diverged (``diverged`` says how), the numbers are those of its last good epoch.
+    """
+
+    run: str
+    method: str
+    knob: str
+    value: float
+    seed: int
+    sparsity: Fraction
+    overall_sparsity: Fraction
+    test_accuracy: Percent
+    test_loss: float
+    seconds: Amount
+    peak_memory_mib: Amount
+    epochs: Count
+    diverged: str
+    commit: str
+    device: str
+    recipe: str
+    """What all runs of a comparison share: the name of a recipe, and where they depart from it."""
+    macs_left: Fraction = math.nan
+    task: str = Images.name
+    settings: str = ""
+
+    @property
+    def is_dense(self) -> bool:
+        return math.isnan(self.value)
+
+    @property
+    def setting(self) -> str:
+        """The knob and its value: "c=8e-05", "" for dense training."""
+        return setting(self.knob, None if self.is_dense else self.value)
+
+    @property
+    def title(self) -> str:
+        return known_as(self.method).title
+
+    @property
+    def measure(self) -> Measure:
+        return (Text if self.task == Text.name else Images).measure
+
+    @property
+    def score(self) -> float:
+        """The number by which methods are ranked."""
+        return float(getattr(self, self.measure.column))
+
+    @staticmethod
+    def of(run: History, free: set[str]) -> Row:
+        """Return the row of a run that has ended, in a folder whose runs are `free` to differ in these options.
+
+        Raises:
+            ValueError: the records do not include the last epoch, whose numbers the row needs, or a setting is unknown.
+        """
+        run.check_known()
+        pruner, records, outcome = run.recipe.pruner, run.records, run.outcome or Outcome()
+        last = records[-1] if records else None
+        reached = last.epoch if last else 0
+        if reached < run.recipe.epochs and not outcome.diverged:
+            raise ValueError(
+                f"{run.folder / 'metrics.jsonl'} ends at epoch {reached}, but the run has {run.recipe.epochs}; restore "
+                f"it from a copy, or remove {run.folder}: its row of the tables then counts, or it is trained again"
+            )
+        return Row(
+            run=run.folder.name,
+            method=pruner.name,
+            knob=pruner.knob or "",
+            value=_number(pruner.value),
+            seed=run.recipe.seed,
+            sparsity=last.weight_sparsity if last else math.nan,
+            overall_sparsity=last.sparsity if last else math.nan,
+            test_accuracy=last.test_accuracy if last else math.nan,
+            test_loss=last.test_loss if last else math.nan,
+            seconds=run.seconds,
+            peak_memory_mib=_number(outcome.peak_memory_mib),
+            epochs=len(records),
+            diverged=outcome.diverged,
+            commit=run.told("commit"),
+            device=run.told("device"),
+            recipe=shared(run.recipe, free),
+            macs_left=_number(priced(outcome.zeros, run.recipe).cost_left_fraction if outcome.zeros else None),
+            task=run.recipe.task.name,
+            settings=as_text(run.recipe),
+        )
+
+
+def shared(recipe: Recipe, free: set[str]) -> str:
+    """Return a description of what a run shares with all others of its comparison.
+
+    >>> shared(recipes.get("digits").but(epochs=3, c=0.1), CHOICES)
+    'digits epochs=3'
+    """
+    known = recipe.name in recipes.names()
+    return f"{recipe.name} {departures(recipe, free) if known else ''}".rstrip()
+
+
+def as_text(recipe: Recipe) -> str:
+    """Return where a recipe departs from the registered one of its name, as JSON; all of it if there is none.
+
+    >>> as_text(recipes.get("digits").but(epochs=3))
+    '{"epochs": 3}'
+    """
+    usual = as_read(recipes.get(recipe.name).to_dict()) if recipe.name in recipes.names() else {}
+    own = as_read(recipe.to_dict())
+    return json.dumps({name: value for name, value in own.items() if name not in usual or usual[name] != value})
+
+
+def recipe_of(row: Row) -> Recipe:
+    """Return the recipe of a run, from its row alone.
+
+    Raises:
+        ValueError: the row is from before settings were noted and does not tell them by its recipe either.
+    """
+    name, _, others = row.recipe.partition(" ")
+    if row.settings:
+        usual = recipes.get(name).to_dict() if name in recipes.names() else {}
+        return Recipe.from_dict({**as_read(usual), **json.loads(row.settings)})
+    if others or name not in recipes.names() or row.method not in CONTESTANTS:
+        raise ValueError(
+            f"the row of {row.run} does not hold the settings of its run ({row.recipe}); only the command that trained "
+            "the comparison repeats it"
+        )
+    return enter(recipes.get(name).but(seed=row.seed), row.method, None if row.is_dense else row.value)
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A layer of a run that ended without diverging."""
+
+    run: str
+    method: str
+    value: float
+    seed: int
+    layer: str
+    kind: str
+    sparsity: Fraction
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that ended, with the sparsity of its layers; none if it diverged."""
+
+    row: Row
+    layers: tuple[LayerBar, ...]
+
+    @property
+    def point(self) -> Point:
+        """What it reached, for the ranking."""
+        row = self.row
+        ends = (self.layers[0].sparsity, self.layers[-1].sparsity) if self.layers else (math.nan, math.nan)
+        return Point(row.method, row.setting, row.seed, row.sparsity, Reached(row.score, row.macs_left, *ends))
+
+
+def read(out: Path) -> list[Ended]:
+    """Return the runs of a folder that have ended, by method (ours first), knob and seed."""
+    found, options = noted(out), free(out)
+    for config in (out / "runs").glob("*/config.json"):
+        run = runs.load(config.parent).read()
+        if run.outcome is not None:
+            row = Row.of(run, options)
+            bars = layer_bars(row.title, run.outcome.zeros) if run.outcome.zeros else []
+            found.append(Ended(row, tuple(bars)))
+    order = {name: place for place, name in enumerate(CONTESTANTS)}
+
+    def place(each: Ended) -> tuple[int, str, float, int]:
+        value = 0.0 if each.row.is_dense else each.row.value
+        return order.get(each.row.method, len(order)), each.row.method, value, each.row.seed
+
+    return sorted(found, key=place)
+
+
+def noted(out: Path) -> list[Ended]:
+    """Return the runs that are in the tables of a folder, but have not ended in the folder itself."""
+    layers: dict[str, list[LayerRow]] = {}
+    for line in read_rows(out / "layers.csv", LayerRow):
+        layers.setdefault(line.run, []).append(line)
+    return [
+        Ended(
+            _with_macs(row, layers.get(row.run, ())),
+            tuple(LayerBar(row.title, bar.layer, bar.kind, bar.sparsity) for bar in layers.get(row.run, ())),
+        )
+        for row in read_rows(out / "comparison.csv", Row)
+        if not (out / "runs" / row.run / "outcome.json").exists()
+    ]
+
+
+def layer_rows(found: Sequence[Ended]) -> list[LayerRow]:
+    """Return the rows of layers.csv."""
+    return [
+        LayerRow(each.row.run, each.row.method, each.row.value, each.row.seed, bar.layer, bar.kind, bar.sparsity)
+        for each in found
+        for bar in each.layers
+    ]
+
+
+def _with_macs(row: Row, layers: Sequence[LayerRow]) -> Row:
+    """Return a row of a table, with the multiplications left if the table is too old to have them."""
+    name = row.recipe.partition(" ")[0]
+    if not math.isnan(row.macs_left) or name not in recipes.names() or "model=" in row.recipe:
+        return row
+    return replace(row, macs_left=macs_left(recipes.get(name), {bar.layer: bar.sparsity for bar in layers}))
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
