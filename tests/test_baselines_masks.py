@@ -257,3 +257,38 @@ def test_layers_that_share_their_weight_are_one() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     assert list(prunable(model)) == ["0"]
+
+
+def test_scaled_scores_are_those_of_adam_s_mean_squared_gradients() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(8, 6), nn.Linear(6, 4)
+    model = nn.Sequential(first, nn.Tanh(), second)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
+    method = Magnitude(sparsity=0.75, allocation="global", score="scaled", start=0.5, end=1.0)
+    method.attach(model, optimizer, steps=4, examples=1)
+    weights = (first.weight, second.weight)
+    squares = [torch.zeros_like(w) for w in weights]
+    for step in range(1, 5):
+        optimizer.zero_grad()
+        model(torch.randn(5, 8)).square().sum().backward()
+        gradients = [w.grad for w in weights if w.grad is not None]
+        squares = [0.95 * square + 0.05 * g**2 for square, g in zip(squares, gradients, strict=True)]
+        optimizer.step()
+        if step == 4:  # with the bias correction, which the method leaves out
+            corrected = [square / (1 - 0.95**4) for square in squares]
+            scores = torch.cat(
+                [(w.detach().abs() * s**0.25).flatten() for w, s in zip(weights, corrected, strict=True)]
+            )
+            kept = {int(i) for i in scores.topk(round(0.25 * 72)).indices}
+        method.after_step(step)
+    left = torch.cat([w.flatten() for w in weights]) != 0
+    assert {int(i) for i in left.nonzero()} == kept
+
+
+def test_scaled_scores_need_adam_and_global_pruning() -> None:
+    with pytest.raises(ValueError, match="score"):
+        Magnitude(sparsity=0.5, score="scaled")
+    model = nn.Linear(4, 4)
+    method = Magnitude(sparsity=0.5, allocation="global", score="scaled", start=0.0, end=0.0)
+    with pytest.raises(ValueError, match="optimizer of Adam's kind, and there are none of ''; train with adamw"):
+        method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4, examples=1)

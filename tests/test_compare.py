@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import math
@@ -21,19 +22,22 @@ from test_train import Breaking, numbers
 from torch import nn
 from torch._dynamo.utils import counters
 
-from dirprune.lab import methods
+from dirprune.lab import methods, trust
 from dirprune.lab.methods import MethodSpec, amc
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.tables import read_rows
+from dirprune.lab.studies.comparison import rows as rows_of_runs
 from dirprune.lab.studies.comparison import tables as comparison
-from dirprune.lab.studies.comparison import trials
+from dirprune.lab.studies.comparison import trials, tuning
 from dirprune.lab.studies.comparison import work as compare
-from dirprune.lab.studies.comparison.ranking import Point, paired_gap, rank, read_at
+from dirprune.lab.studies.comparison.ranking import Point, Reached, paired_gap, rank, read_at
+from dirprune.lab.studies.comparison.rows import Ended, LayerRow, Row, read
 from dirprune.lab.studies.comparison.trials import enter, plan, run_name
+from dirprune.lab.tasks.measure import ACCURACY, LOSS
 from dirprune.lab.text import NOTHING
 from dirprune.lab.training import recipes, runs, series
 from dirprune.lab.training.experiment import assemble
-from dirprune.lab.training.optimizers import Sgd
+from dirprune.lab.training.optimizers import Plan, Sgd
 from dirprune.lab.training.recipe import Recipe, differing
 from dirprune.lab.training.reward import Reward
 from dirprune.lab.training.schedules import Schedule
@@ -46,6 +50,7 @@ def tiny(num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, num_classes))
 
 
+EXAMPLE = torch.zeros(1, 4)
 BREAKS = [True, False]
 
 
@@ -91,7 +96,7 @@ def test_by_default_every_method_takes_part_and_shares_all_but_its_own_options()
         "sgd",
         "rda",
         "magnitude",
-        *list(methods.METHODS)[3:],
+        *(name for name, variant in methods.METHODS.items() if not variant.fixed),
     }
     own = {"optimizer", "method", "options", "c", "lam", "seed"}
     assert all(differing(recipe, SHORT, free=own) == [] for recipe in planned)
@@ -253,13 +258,13 @@ def test_the_default_sweep_of_variational_dropout_leaves_room_for_weight_decay(
     assert (values[0], values[-1]) == betas
 
 
-def ended(recipe: Recipe, sparsity: float, **changes: Any) -> comparison.Ended:
+def ended(recipe: Recipe, sparsity: float, **changes: Any) -> Ended:
     known = {"overall_sparsity": sparsity, "test_accuracy": 90.0, "test_loss": 0.1, "seconds": 1.0, "epochs": 2}
     known |= {"peak_memory_mib": 1.0, "diverged": "", "commit": "", "device": "", "recipe": "", **changes}
     pruner = recipe.pruner
     knob, value = pruner.knob or "", pruner.value or math.nan
-    row = comparison.Row(run_name(recipe), pruner.name, knob, value, recipe.seed, sparsity, **known)
-    return comparison.Ended(row, ())
+    row = Row(run_name(recipe), pruner.name, knob, value, recipe.seed, sparsity, **known)
+    return Ended(row, ())
 
 
 @pytest.mark.parametrize(
@@ -325,7 +330,7 @@ def test_a_sparsity_that_nothing_leads_to_does_not_keep_others_from_being_enclos
 
 def points(method: str, seed: int = 0, **accuracy: float) -> list[Point]:
     """Return points at the sparsities in the names: s90=93.0 is an accuracy of 93% at a sparsity of 90%."""
-    return [Point(method, name, seed, int(name[1:]) / 100, value) for name, value in accuracy.items()]
+    return [Point(method, name, seed, int(name[1:]) / 100, Reached(value)) for name, value in accuracy.items()]
 
 
 def test_between_two_runs_accuracy_is_linear_in_the_logarithm_of_what_is_left() -> None:
@@ -337,7 +342,7 @@ def test_between_two_runs_accuracy_is_linear_in_the_logarithm_of_what_is_left() 
         way = (math.log(1 - sparsity) - slope[0]) / (slope[1] - slope[0])
         expected = float((1 - way) * ends[low] + way * ends[high])
         reading = read_at(known, sparsity)
-        assert reading.accuracy == pytest.approx(expected)
+        assert reading.reached.score == pytest.approx(expected)
         assert (reading.sparsity, reading.is_there) == (sparsity, True)
 
 
@@ -345,26 +350,26 @@ def test_between_two_runs_accuracy_is_linear_in_the_logarithm_of_what_is_left() 
 def test_beyond_the_runs_nothing_is_said_but_what_the_nearest_one_gave(sparsity: float, nearest: float) -> None:
     reading = read_at(points("grda", s80=95.0, s90=94.0, s98=90.0), sparsity)
     assert (reading.sparsity, reading.is_there) == (nearest, False)
-    assert reading.accuracy == {0.8: 95.0, 0.98: 90.0}[nearest]
+    assert reading.reached.score == {0.8: 95.0, 0.98: 90.0}[nearest]
     assert "nearest run" in reading.source
 
 
 def test_a_sparser_run_says_what_its_method_has_at_least() -> None:
     """A method is not left out because its runs are sparser: 94.5% with fewer weights ranks above 94.4%."""
     sparser, other = rank([*points("swept", s92=94.5, s98=93.0), *points("preset", s90=94.4)], [0.9])
-    assert (sparser.rank, sparser.method, sparser.sparsity, sparser.accuracy.mean) == (1, "swept", 0.92, 94.5)
+    assert (sparser.rank, sparser.method, sparser.sparsity, sparser.score.mean) == (1, "swept", 0.92, 94.5)
     assert sparser.source == "at least: s92 (92.0%)"
     assert other.rank == 2
     assert not read_at(points("swept", s98=93.0), 0.95).is_there  # fewer than half as many weights: too sparse
 
 
 def test_the_runs_of_the_first_seed_are_named() -> None:
-    known = [Point("m", "c=1", 1, 0.9, 90.0), Point("m", "c=0", 0, 0.9, 91.0)]
+    known = [Point("m", "c=1", 1, 0.9, Reached(90.0)), Point("m", "c=0", 0, 0.9, Reached(91.0))]
     assert [standing.source for standing in rank(known, [0.9])] == ["c=0"]
 
 
 def test_of_several_seeds_the_nearest_runs_are_told_by_their_mean() -> None:
-    known = [Point("grda", "c=1", 0, 0.568, 95.0), Point("grda", "c=1", 1, 0.564, 96.0)]
+    known = [Point("grda", "c=1", 0, 0.568, Reached(95.0)), Point("grda", "c=1", 1, 0.564, Reached(96.0))]
     [standing] = rank(known, [0.1])
     assert standing.sparsity == pytest.approx(0.566)
     assert standing.source == "nearest runs, 56.6% on average"
@@ -372,7 +377,7 @@ def test_of_several_seeds_the_nearest_runs_are_told_by_their_mean() -> None:
 
 def test_a_network_that_lost_everything_does_not_rank_its_method_where_it_was_not_run() -> None:
     for nothing in (0.999, 1.0):
-        swept = [Point("swept", "weak", 0, 0.7, 95.0), Point("swept", "strong", 0, nothing, 10.0)]
+        swept = [Point("swept", "weak", 0, 0.7, Reached(95.0)), Point("swept", "strong", 0, nothing, Reached(10.0))]
         measured, other = rank([*swept, *points("measured", s95=60.0)], [0.95])
         assert (measured.method, measured.rank) == ("measured", 1)
         assert (other.method, other.rank, other.sparsity) == ("swept", 0, 0.7)
@@ -380,7 +385,7 @@ def test_a_network_that_lost_everything_does_not_rank_its_method_where_it_was_no
 
 @pytest.mark.parametrize(("sparsity", "is_there"), [(0.9, True), (0.9985, False)])
 def test_how_near_is_near_enough_depends_on_what_is_left(sparsity: float, is_there: bool) -> None:
-    reading = read_at([Point("m", "", 0, sparsity - 0.0005, 90.0)], sparsity)
+    reading = read_at([Point("m", "", 0, sparsity - 0.0005, Reached(90.0))], sparsity)
     assert reading.is_there == is_there
 
 
@@ -400,14 +405,14 @@ def test_the_most_accurate_comes_first_and_who_has_no_runs_around_last() -> None
         (0.5, 0, "swept"),
         (0.5, 0, "good"),
     ]
-    assert standings[0].accuracy.mean == 93.5
-    assert standings[0].accuracy.std == pytest.approx(math.sqrt(0.5))
-    assert (standings[2].sparsity, standings[2].accuracy.std, standings[2].seeds) == (0.5, None, 1)
+    assert standings[0].score.mean == 93.5
+    assert standings[0].score.std == pytest.approx(math.sqrt(0.5))
+    assert (standings[2].sparsity, standings[2].score.std, standings[2].seeds) == (0.5, None, 1)
 
 
 def test_a_seed_without_runs_around_a_sparsity_does_not_speak_for_its_method() -> None:
     [standing] = rank([*points("m", seed=0, s80=95.0, s95=90.0), *points("m", seed=1, s80=10.0)], [0.95])
-    assert (standing.rank, standing.seeds, standing.accuracy.mean) == (1, 1, 90.0)
+    assert (standing.rank, standing.seeds, standing.score.mean) == (1, 1, 90.0)
 
 
 def test_the_gap_to_dense_training_is_that_of_a_paired_t_test() -> None:
@@ -508,13 +513,13 @@ def test_runs_that_have_ended_are_not_touched(tmp_path: Path, monkeypatch: pytes
 def test_the_tables_stand_for_runs_that_are_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there, only = (tmp_path / name for name in ("here", "there", "only"))
     run(trials_of(), here)
-    whole = comparison.read(here)
+    whole = read(here)
     comparison.write(whole, here, [0.5])
     for folder in (there, only):
         folder.mkdir()
         for name in ("comparison.csv", "layers.csv"):
             shutil.copy(here / name, folder / name)
-    assert repr(comparison.read(there)) == repr(whole)  # as text, because NaN in the rows is not equal to itself
+    assert repr(read(there)) == repr(whole)  # as text, because NaN in the rows is not equal to itself
     with monkeypatch.context() as patch:
         patch.setattr(series, "conduct", lambda *_, **__: pytest.fail("it trains again"))
         again = [step.row for step in run(trials_of(), there)]
@@ -527,8 +532,8 @@ def test_the_tables_stand_for_runs_that_are_elsewhere(tmp_path: Path, monkeypatc
     }
     # This run has only begun here; it must not hide the row of the same run, which ended elsewhere.
     runs.create(there / "runs" / "sgd-s0", trials_of(methods=("sgd",))[0])
-    comparison.write(comparison.read(there), there, [0.5])
-    assert len(read_rows(there / "comparison.csv", comparison.Row)) == len(whole) + 2
+    comparison.write(read(there), there, [0.5])
+    assert len(read_rows(there / "comparison.csv", Row)) == len(whole) + 2
     with pytest.raises(ValueError, match=r"comparison.csv has runs of resnet18-cifar10 .*epochs=4.*epochs=9"):
         run(trials_of(replace(SHORT, epochs=9), methods=("sgd",)), only)
 
@@ -548,16 +553,16 @@ def test_a_trial_whose_checkpoints_are_gone_keeps_its_records(tmp_path: Path) ->
 def test_a_trial_that_has_lost_its_last_record_is_not_judged_by_an_earlier_one(tmp_path: Path) -> None:
     planned = trials_of(methods=("grda",), sweeps={"grda": [0.01]})
     run(planned, tmp_path)
-    comparison.write(comparison.read(tmp_path), tmp_path, [0.5])
+    comparison.write(read(tmp_path), tmp_path, [0.5])
     folder = tmp_path / "runs" / run_name(planned[0])
-    [row] = [each.row for each in comparison.read(tmp_path)]
+    [row] = [each.row for each in read(tmp_path)]
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
     with pytest.raises(ValueError, match=r"metrics\.jsonl ends at epoch 3, but the run has 4; restore it .* or remove"):
-        comparison.read(tmp_path)
+        read(tmp_path)
     shutil.rmtree(folder)
     # Once the folder is removed, as the message advises, the row in the table counts.
-    [noted] = [each.row for each in comparison.read(tmp_path)]
+    [noted] = [each.row for each in read(tmp_path)]
     assert (noted.run, noted.test_accuracy, noted.epochs) == (row.run, row.test_accuracy, 4)
 
 
@@ -568,7 +573,7 @@ def test_a_trial_that_diverges_is_told_and_the_others_go_on(tmp_path: Path) -> N
         ("sgd-s0", "the training loss became nan in step 2 of epoch 2", 1),
         ("rigl-sparsity0.5-s0", "", 4),
     ]
-    found = comparison.read(tmp_path)
+    found = read(tmp_path)
     assert [row.method for row in comparison.ranking(found, [0.5])] == ["rigl"]  # no number of a broken run is shown
     assert any("sgd-s0 diverged" in line for line in comparison.notes(found))
     assert len(run(planned, tmp_path)) == 2  # the run that diverged is not tried again
@@ -614,8 +619,8 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tables_are_those_of_the_networks(compared: Path, tmp_path: Path) -> None:
-    comparison.write(comparison.read(compared), tmp_path, [0.5])
-    rows = {row.run: row for row in read_rows(tmp_path / "comparison.csv", comparison.Row)}
+    comparison.write(read(compared), tmp_path, [0.5])
+    rows = {row.run: row for row in read_rows(tmp_path / "comparison.csv", Row)}
     assert len(rows) == 8
     for name, row in rows.items():
         found = runs.load(compared / "runs" / name)
@@ -623,7 +628,7 @@ def test_tables_are_those_of_the_networks(compared: Path, tmp_path: Path) -> Non
         zeros = sum(int((w == 0).sum()) for w in weights.values())
         assert row.sparsity == pytest.approx(zeros / sum(w.numel() for w in weights.values()))
         assert (row.test_accuracy, row.epochs) == (found.records()[-1].test_accuracy, SHORT.epochs)
-        layers = [layer for layer in read_rows(tmp_path / "layers.csv", comparison.LayerRow) if layer.run == name]
+        layers = [layer for layer in read_rows(tmp_path / "layers.csv", LayerRow) if layer.run == name]
         assert {layer.layer: layer.sparsity for layer in layers} == {
             key.removesuffix(".weight"): pytest.approx(float((w == 0).float().mean())) for key, w in weights.items()
         }
@@ -636,31 +641,37 @@ def test_small_files_are_enough_for_tables_and_figures(compared: Path, tmp_path:
     shutil.copytree(compared, brought, ignore=shutil.ignore_patterns("checkpoints", ".lock"))
     written = {}
     for name, folder in (("here", compared), ("there", brought)):
-        paths = comparison.write(comparison.read(folder), tmp_path / name, [0.5, 0.9])
+        paths = comparison.write(read(folder), tmp_path / name, [0.5, 0.9])
         written[name] = {path.name: path.read_bytes() for path in paths}
     assert written["here"] == written["there"]
     assert set(written["there"]) == {
-        *("comparison.csv", "layers.csv", "ranking.csv", "tradeoff.png", "tradeoff-macs.png"),
+        *("comparison.csv", "layers.csv", "ranking.csv", "paired.csv", "tradeoff.png", "tradeoff-macs.png"),
         *("layers-0.5.png", "layers-0.9.png"),
     }
 
 
 def test_multiplications_left_are_read_between_runs_like_the_accuracy() -> None:
-    known = [Point("m", "c=1", 0, 0.9, 94.0, 0.3), Point("m", "c=2", 0, 0.975, 92.0, 0.1)]
-    assert read_at(known, 0.95).macs_left == pytest.approx(0.2)  # what is left is halved, then halved again
-    assert read_at(known, 0.9).macs_left == 0.3
-    (place,) = rank([*known, replace(known[0], seed=1, macs_left=0.5)], [0.9])
-    assert place.macs_left == pytest.approx(0.4)
+    known = [
+        Point("m", "c=1", 0, 0.9, Reached(94.0, 0.3, 0.1, 0.6)),
+        Point("m", "c=2", 0, 0.975, Reached(92.0, 0.1, 0.2, 0.8)),
+    ]
+    between = read_at(known, 0.95).reached  # what is left is halved, then halved again
+    assert (between.macs_left, between.first, between.last) == pytest.approx((0.2, 0.15, 0.7))
+    assert read_at(known, 0.9).reached.macs_left == 0.3
+    (place,) = rank([*known, replace(known[0], seed=1, reached=Reached(94.0, 0.5))], [0.9])
+    assert place.mean("macs_left") == pytest.approx(0.4)
 
 
 def test_tables_from_before_multiplications_were_counted_gain_them(tmp_path: Path) -> None:
     """With the same sparsity in all layers, as many multiplications as weights are left."""
     recorded = Path(__file__).parent.parent / "results" / "compare-resnet18-cifar10"
     shutil.copytree(recorded, tmp_path / "old")
-    lines = (recorded / "comparison.csv").read_text().splitlines()
-    assert lines[0].endswith(",macs_left")
-    (tmp_path / "old" / "comparison.csv").write_text("".join(f"{line.rpartition(',')[0]}\n" for line in lines))
-    old, now = ([each.row for each in comparison.read(folder)] for folder in (tmp_path / "old", recorded))
+    with (recorded / "comparison.csv").open(newline="") as file:
+        lines = [line[:16] for line in csv.reader(file)]
+    assert lines[0][-1] == "recipe"
+    with (tmp_path / "old" / "comparison.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(lines)
+    old, now = ([each.row for each in read(folder)] for folder in (tmp_path / "old", recorded))
     assert [row.macs_left for row in old] == pytest.approx([row.macs_left for row in now], nan_ok=True)
     for row in old:
         if row.method in ("magnitude", "sgd"):
@@ -670,7 +681,7 @@ def test_tables_from_before_multiplications_were_counted_gain_them(tmp_path: Pat
 
 
 def test_curves_are_means_over_seeds_and_the_dense_network_is_a_line(compared: Path) -> None:
-    found = comparison.read(compared)
+    found = read(compared)
     curves = {curve.label: curve for curve in comparison.curves(found)}
     assert list(curves) == ["gRDA", "SGD (dense)", "RigL"]
     assert curves["SGD (dense)"].is_dense
@@ -682,7 +693,7 @@ def test_curves_are_means_over_seeds_and_the_dense_network_is_a_line(compared: P
 
 
 def test_layers_are_those_of_the_nearest_run(compared: Path) -> None:
-    found = comparison.read(compared)
+    found = read(compared)
     grda = [each.row.sparsity for each in found if each.row.method == "grda"]
     for sparsity in (0.0, 1.0):
         nearest = min(grda, key=lambda value: abs(value - sparsity))
@@ -691,7 +702,7 @@ def test_layers_are_those_of_the_nearest_run(compared: Path) -> None:
 
 
 def test_of_layers_too_nearness_is_told_by_what_is_left(compared: Path) -> None:
-    weak, strong, *_ = (each for each in comparison.read(compared) if each.row.method == "grda")
+    weak, strong, *_ = (each for each in read(compared) if each.row.method == "grda")
     found = [replace(each, row=replace(each.row, sparsity=s)) for each, s in ((weak, 0.7), (strong, 0.999))]
     assert {bar.method for bar in comparison.nearest_layers(found, 0.9)} == {"gRDA, 70.0%"}
 
@@ -740,7 +751,7 @@ def test_the_command_trains_tells_and_goes_on(tmp_path: Path) -> None:
         (0.5, 1, "rigl"),
         (0.8, 1, "rigl"),
     ]
-    assert all(row["seeds"] == 2 and row["test_accuracy_std"] >= 0 for row in ranked)
+    assert all(row["seeds"] == 2 and row["score_std"] >= 0 for row in ranked)
     assert objects(call(*words)) == rows
     last = ("compare", "--no-train", "--sparsity", "0.5,0.8", "--out", tmp_path / "out", "--json")
     again = call(*last)
@@ -776,6 +787,107 @@ def test_the_command_widens_the_sweeps_that_nobody_gave(tmp_path: Path) -> None:
     assert {row["value"] for row in more if row.get("seed") == 1} >= {*values["grda"], 1e-9}
 
 
+def test_every_method_has_as_many_trials_on_held_out_data_and_then_trains_on_all(tmp_path: Path) -> None:
+    names, out = ("sgd", "grda-target", "magnitude-global"), tmp_path / "out"
+    words = command("--methods", ",".join(names), "--sparsity", "0.5,0.8", "--tune", 2, "--out", out)
+    rows = objects(call(*words))
+    tried = read_rows(out / tuning.TABLE, tuning.Trial)
+    assert [(trial.number, trial.method) for trial in tried] == [(number, name) for number in (0, 1) for name in names]
+    plain = recipes.get("digits-short").but(epochs=2, model=SHORT.model)
+    held_out = plain.but(validation=tuning.HELD_OUT, seed=tuning.FIRST_SEED)
+    validation = assemble(held_out, device=CPU, root=None).loaders.validation
+    assert validation is not None
+    for number in (0, 1):
+        there = {each.row.method: each.row for each in read(out / "tuning" / str(number))}
+        for trial in tried[3 * number : 3 * number + 3]:
+            row, settings = there[trial.method], json.loads(trial.settings)
+            assert rows_of_runs.recipe_of(row) == enter(held_out, trial.method, 0.8, settings)
+            assert row.score == trial.score
+            assert row.score / 100 * validation.examples == pytest.approx(round(row.score / 100 * validation.examples))
+    best = tuning.chosen(tried, ACCURACY)
+    compared = [Row(**row) for row in rows if "run" in row and "validation" not in row["recipe"]]
+    assert len(compared) == 5
+    for row in compared:
+        assert rows_of_runs.recipe_of(row) == enter(plain, row.method, row.value, best[row.method])
+    before = (out / tuning.TABLE).read_bytes()
+    assert objects(call(*words)) == rows[-len(objects(call(*words))) :]  # the trials are not trained again
+    assert (out / tuning.TABLE).read_bytes() == before
+
+
+def trial(method: str, number: int, score: float, **settings: float) -> tuning.Trial:
+    return tuning.Trial(method, number, 0.9, json.dumps(settings), score, 1, 1.0, "")
+
+
+def test_the_best_trial_is_chosen_and_the_first_of_equals() -> None:
+    trials = [trial("a", 1, 90.0, lr=1.0), trial("a", 0, 90.0), trial("a", 2, 80.0, lr=2.0), trial("b", 0, math.nan)]
+    assert tuning.chosen([*trials, trial("b", 1, 10.0, lr=3.0)], ACCURACY) == {"a": {}, "b": {"lr": 3.0}}
+    assert tuning.chosen([*trials, trial("b", 1, 10.0, lr=3.0)], LOSS)["a"] == {"lr": 2.0}
+    with pytest.raises(ValueError, match=r"no trial of b reached 90%; give more trials \(--tune\)"):
+        tuning.chosen(trials, ACCURACY)
+
+
+def test_drawn_options_come_equally_often_and_rates_alike_for_all() -> None:
+    recipe = recipes.get("digits")
+    for name in ("sgd", "pat", "grda-target"):
+        drawn = [tuning.drawn(recipe, name, number) for number in range(1, 13)]
+        assert [each["lr"] for each in drawn] == [tuning.drawn(recipe, "rigl", n)["lr"] for n in range(1, 13)]
+        for option, values in tuning.OPTIONS.get(name, {"lr": [0.025, 0.05, 0.1, 0.2]}).items():
+            counts = [sum(each[option] == value for each in drawn[: 12 - 12 % len(values)]) for value in values]
+            assert len(set(counts)) == 1, option
+        for each in drawn:
+            enter(recipe, name, 0.9, each)  # none is out of range
+
+
+@pytest.mark.parametrize("name", sorted(tuning.OPTIONS))
+def test_all_values_that_a_trial_may_draw_can_be_used(name: str) -> None:
+    recipe = recipes.get("gpt-python" if name == "adamgrda" else "digits")
+    knob = trials.contestant(name).knob
+    for values in itertools.product(*tuning.OPTIONS[name].values()):
+        made = enter(recipe, name, 0.9, dict(zip(tuning.OPTIONS[name], values, strict=True)))
+        assert made.pruner.name == name
+        assert knob is not None
+        made.but(**({"exempt": ("bias",)} if name == "adamgrda" else {})).optimizer.make(
+            nn.Linear(4, 2), Plan(10, EXAMPLE)
+        )
+
+
+def test_a_row_repeats_its_run_without_its_folder(compared: Path, tmp_path: Path) -> None:
+    comparison.write(read(compared), tmp_path, [0.5])
+    known = {row.run: row for row in read_rows(tmp_path / "comparison.csv", Row)}
+    trust.allow(SHORT.model)
+    result = call("rerun", tmp_path, "rigl-sparsity0.5-s1", "--out", tmp_path / "again", "--device", "cpu", "--json")
+    then, now = objects(result)
+    assert then["run"] == "rigl-sparsity0.5-s1"
+    same = [name for name in then if name not in ("run", "seconds", "commit", "device")]
+    assert {name: now[name] for name in same} == {name: then[name] for name in same}
+    assert runs.load(tmp_path / "again").recipe == runs.load(compared / "runs" / "rigl-sparsity0.5-s1").recipe
+    assert now["test_accuracy"] == known["rigl-sparsity0.5-s1"].test_accuracy
+    refused = call("rerun", tmp_path, "rigl-sparsity0.5-s9")
+    assert "no run 'rigl-sparsity0.5-s9'" in refused.stderr
+
+
+def test_rows_from_before_settings_were_noted_are_repeated_where_they_tell_them() -> None:
+    recorded = Path(__file__).parent.parent / "results" / "compare-digits"
+    row = next(each.row for each in read(recorded) if each.row.run == "grda-c0.016-s2")
+    assert rows_of_runs.recipe_of(row) == recipes.get("digits").but(seed=2)
+    with pytest.raises(ValueError, match=r"does not hold the settings of its run \(digits epochs=3\)"):
+        rows_of_runs.recipe_of(replace(row, recipe="digits epochs=3"))
+
+
+def test_differences_are_those_of_a_paired_t_test_between_every_two_methods(compared: Path) -> None:
+    found = read(compared)
+    pairs = {(pair.method, pair.other): pair for pair in comparison.pairs(found, [0.5])}
+    scores = {name: [each.row.test_accuracy for each in found if each.row.method == name] for name in ("sgd", "rigl")}
+    expected = ttest_rel(scores["sgd"], scores["rigl"]).confidence_interval(0.95)
+    pair, back = pairs["sgd", "rigl"], pairs["rigl", "sgd"]
+    assert (pair.difference - pair.margin, pair.difference + pair.margin) == pytest.approx(expected)
+    assert (back.difference, back.margin, back.seeds) == (-pair.difference, pair.margin, 2)
+    for measured, verdicts in (("test_accuracy", ("better", "worse")), ("test_loss", ("worse", "better"))):
+        clear = [replace(pair, difference=sign * 2.0, margin=1.0, measured=measured) for sign in (1, -1)]
+        assert tuple(each.verdict for each in clear) == verdicts
+    assert replace(pair, difference=0.5, margin=1.0).verdict == replace(pair, margin=math.nan).verdict == "open"
+
+
 def test_ctrl_c_saves_the_running_trial_and_the_same_command_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -806,18 +918,19 @@ def test_the_table_can_be_read_at_a_narrow_terminal(tmp_path: Path, monkeypatch:
     names = [name for name in trials.CONTESTANTS if name != "sgd"]
     rows = [
         comparison.RankRow(
-            *(asked, place, name, asked, 98.76 - place, 10.12, -10.34 - place, 10.56),
-            *(3, "decay=0.0515 – 0.103 (79.2–88.1%)", 7300.0, 10240.0),
+            *(asked, place, name, asked, "test_accuracy", 98.76 - place, 10.12, -10.34 - place, 10.56),
+            *(3, "decay=0.0515 – 0.103 (79.2–88.1%)", 7300.0, 10240.0, 0.123, 0.456, 0.789, "abcdef0"),
         )
         for asked in (0.8, 0.9)
         for place, name in enumerate(names)
     ]
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(comparison, "read", lambda _: [None])
+    monkeypatch.setattr(rows_of_runs, "read", lambda _: [ended(enter(SHORT, "rigl", 0.9), 0.9)])
     monkeypatch.setattr(comparison, "ranking", lambda *_: rows)
+    monkeypatch.setattr(comparison, "pairs", lambda *_: [])
     monkeypatch.setattr(comparison, "notes", lambda _: [])
     monkeypatch.setattr(comparison, "write", lambda *_: [])
-    lines = call("compare", "--no-train", "--sparsity", "0.8,0.9,0.9", "--out", tmp_path).stdout.splitlines()
+    lines = call("compare", "--no-train", "--sparsity", "0.8,0.9,0.9", "--out", tmp_path).stdout.splitlines()[:-1]
     assert max(map(len, lines)) <= 80
     for number in ("± 10.12", "± 10.56"):
         # One line per row; the sparsity that is given twice is shown once.
@@ -874,7 +987,7 @@ if torch.cuda.is_available():
         list(compare.compare(planned, tmp_path / "whole", Surroundings(cuda)))
         for _ in range(2 * len(planned)):
             list(compare.compare(planned, tmp_path / "pieces", Surroundings(cuda, stopping=after(3))))
-        whole, pieces = (comparison.read(tmp_path / name) for name in ("whole", "pieces"))
+        whole, pieces = (read(tmp_path / name) for name in ("whole", "pieces"))
         assert len(whole) == len(pieces) == len(planned)
         for one, other in zip(whole, pieces, strict=True):
             assert one.row.run == other.row.run

@@ -65,6 +65,12 @@ METHODS: dict[str, Variant] = {
     "magnitude-global": Variant(
         Magnitude, "magnitude, global", "sorting all weights, every 100 steps or more often", {"allocation": "global"}
     ),
+    "magnitude-scored": Variant(
+        Magnitude,
+        "magnitude, scored",
+        "sorting all weights, every 100 steps or more often; for optimizers of Adam's kind",
+        {"allocation": "global", "score": "scaled"},
+    ),
     "magnitude-one-shot": Variant(
         Magnitude,
         "magnitude, one-shot",

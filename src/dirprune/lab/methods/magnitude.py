@@ -7,7 +7,9 @@ From step t₀ to t₁, new masks are made every Δt steps, for the sparsity
 which removes many weights early, while there are plenty, and few late. t₀ = t₁ is one-shot pruning.
 
 Preset: the sparsity, and how the layers share it: the same for each, including the first ("uniform"), one threshold on
-|w| for all ("global"), or one sparsity per layer, by name, for instance to keep the first layer dense.
+|w| for all ("global"), or one sparsity per layer, by name, for instance to keep the first layer dense. With an
+optimizer of Adam's kind the global threshold may act on |w| ŝ^¼, ŝ the mean squared gradient, which spares weights that
+the loss is sensitive to.
 
 Reference: Zhu & Gupta, "To prune, or not to prune: exploring the efficacy of pruning for model compression", 2017
 (their initial sparsity is 0 here); one-shot: Han, Pool, Tran & Dally, "Learning both weights and connections for
@@ -26,6 +28,7 @@ from dirprune.lab.methods.masks import Masked, interval, keep_largest, whole_cou
 from dirprune.lab.ranges import BELOW_ONE, COUNT, FRACTION, BadValue, check
 
 ALLOCATIONS = ("uniform", "global")
+SCORES = ("magnitude", "scaled")
 
 
 def cubic_sparsity(step: int, *, start: int, end: int, final: float) -> float:
@@ -48,7 +51,7 @@ def layer_masks(weights: Mapping[str, Tensor], sparsities: Mapping[str, float]) 
 
 
 def global_masks(weights: Mapping[str, Tensor], sparsity: float) -> dict[str, Tensor]:
-    """Return masks that keep the largest weights of the network, wherever they are."""
+    """Return masks that keep the largest weights (or scores) of the network, wherever they are."""
     magnitudes = torch.cat([w.detach().abs().flatten() for w in weights.values()])
     kept = keep_largest(magnitudes, round(len(magnitudes) * (1 - sparsity)))
     parts = torch.split(kept, [w.numel() for w in weights.values()])
@@ -61,6 +64,7 @@ class Magnitude(Masked):
     Args:
         sparsity: the fraction of the prunable weights to remove, or one fraction per layer, by name.
         allocation: "uniform" or "global"; used if there is one sparsity.
+        score: by what global pruning ranks weights: their "magnitude", or that "scaled" by ŝ^¼.
         start, end: when pruning begins and is complete, as fractions of training; equal for one-shot pruning.
         every: steps between masks; by default 100, or a tenth of the pruning phase if that is less.
 
@@ -80,6 +84,7 @@ class Magnitude(Masked):
         *,
         sparsity: float | Mapping[str, float],
         allocation: str = "uniform",
+        score: str = "magnitude",
         start: float = 0.1,
         end: float = 0.75,
         every: int | None = None,
@@ -88,11 +93,16 @@ class Magnitude(Masked):
             check({"sparsity": value}, sparsity=BELOW_ONE)
         if allocation not in ALLOCATIONS:
             raise BadValue("allocation", allocation, f"take one of {', '.join(ALLOCATIONS)}")
+        if score not in SCORES or (score == "scaled" and allocation != "global"):
+            raise BadValue(
+                "score", score, f"take one of {', '.join(SCORES)}, with another than magnitude global pruning"
+            )
         check(locals(), start=FRACTION, end=FRACTION, every=COUNT)
         if start > end:
             raise ValueError(f"start={start} is later than end={end}; pruning must begin before it ends")
         self.final = sparsity
         self.allocation = allocation
+        self.score = score
         self.start = start
         self.end = end
         self.every = every
@@ -116,5 +126,20 @@ class Magnitude(Masked):
         if isinstance(self.final, Mapping):
             return layer_masks(self.layer_weights, {name: part * sparsity for name, sparsity in self.final.items()})
         if self.allocation == "global":
-            return global_masks(self.layer_weights, part * self.final)
+            return global_masks(self._scores(), part * self.final)
         return layer_masks(self.layer_weights, dict.fromkeys(self.layer_weights, part * self.final))
+
+    @torch.no_grad()
+    def _scores(self) -> dict[str, Tensor]:
+        """Return what weights are ranked by; Adam's bias correction of ŝ is the same for all, and left out."""
+        if self.score == "magnitude":
+            return self.layer_weights
+        state = self.optimizer.state
+        if lacking := [
+            name for name, weight in self.layer_weights.items() if "exp_avg_sq" not in state.get(weight, ())
+        ]:
+            raise ValueError(
+                f"score='scaled' needs the mean squared gradients of an optimizer of Adam's kind, and there are none "
+                f"of {lacking[0]!r}; train with adamw, and begin after its first step (start > 0)"
+            )
+        return {name: w.abs() * state[w]["exp_avg_sq"] ** 0.25 for name, w in self.layer_weights.items()}

@@ -124,7 +124,7 @@ def layerwise(layers: Sequence[LayerBar], *, title: str = "") -> Figure:
 
 
 def layer_bars(method: str, report: SparsityReport) -> list[LayerBar]:
-    """Return the weights of a network's sparsity report with their kinds, for `layerwise`.
+    """Return the weights of a network's sparsity report with their kinds, for `layerwise`; no tables, which cost 0.
 
     >>> import torch
     >>> from dirprune import sparsity
@@ -132,7 +132,7 @@ def layer_bars(method: str, report: SparsityReport) -> list[LayerBar]:
     LayerBar(method='gRDA', layer='1', kind='conv 1×1', sparsity=0.0)
     """
     bars: list[LayerBar] = []
-    for layer in (layer for layer in report.layers if layer.is_weight):
+    for layer in (layer for layer in report.layers if layer.is_weight and layer.cost != 0):
         kind = plots.kind(layer)
         if kind != "linear" and not bars:
             kind = STEM

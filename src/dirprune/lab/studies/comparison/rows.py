@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dirprune import SparsityReport
 from dirprune.lab.records.columns import Amount, Count, Fraction, Percent
 from dirprune.lab.records.files import as_read
 from dirprune.lab.records.tables import read_rows
@@ -44,7 +45,7 @@ def free(out: Path) -> set[str]:
 
 @dataclass(frozen=True)
 class Row:
-    """A run that ended. ``sparsity`` counts weights only, which can be pruned. Unknown values are NaN.
+    """A run that ended. ``sparsity`` counts weights that are multiplied, no biases and no tables. Unknown: NaN.
 
     ``macs_left`` is the fraction of the multiplications that the zeros leave, ``settings`` where the whole recipe of
     the run departs from the registered one, as JSON.
@@ -104,6 +105,7 @@ class Row:
         """
         run.check_known()
         pruner, records, outcome = run.recipe.pruner, run.records, run.outcome or Outcome()
+        zeros = priced(outcome.zeros, run.recipe) if outcome.zeros else None
         last = records[-1] if records else None
         reached = last.epoch if last else 0
         if reached < run.recipe.epochs and not outcome.diverged:
@@ -117,7 +119,7 @@ class Row:
             knob=pruner.knob or "",
             value=_number(pruner.value),
             seed=run.recipe.seed,
-            sparsity=last.weight_sparsity if last else math.nan,
+            sparsity=math.nan if last is None else share_of_weights(zeros) if zeros else last.weight_sparsity,
             overall_sparsity=last.sparsity if last else math.nan,
             test_accuracy=last.test_accuracy if last else math.nan,
             test_loss=last.test_loss if last else math.nan,
@@ -128,10 +130,16 @@ class Row:
             commit=run.told("commit"),
             device=run.told("device"),
             recipe=shared(run.recipe, free),
-            macs_left=_number(priced(outcome.zeros, run.recipe).cost_left_fraction if outcome.zeros else None),
+            macs_left=_number(zeros.cost_left_fraction if zeros else None),
             task=run.recipe.task.name,
             settings=as_text(run.recipe),
         )
+
+
+def share_of_weights(zeros: SparsityReport) -> float:
+    """Return the share of zeros in the weights that are multiplied: those of embeddings cost nothing and stay."""
+    weights = [layer for layer in zeros.layers if layer.is_weight and layer.cost != 0]
+    return sum(layer.zeros for layer in weights) / max(1, sum(layer.total for layer in weights))
 
 
 def shared(recipe: Recipe, free: set[str]) -> str:
@@ -207,8 +215,8 @@ def read(out: Path) -> list[Ended]:
     for config in (out / "runs").glob("*/config.json"):
         run = runs.load(config.parent).read()
         if run.outcome is not None:
-            row = Row.of(run, options)
-            bars = layer_bars(row.title, run.outcome.zeros) if run.outcome.zeros else []
+            row, zeros = Row.of(run, options), run.outcome.zeros
+            bars = layer_bars(row.title, priced(zeros, run.recipe)) if zeros else []
             found.append(Ended(row, tuple(bars)))
     order = {name: place for place, name in enumerate(CONTESTANTS)}
 

@@ -1,10 +1,10 @@
 """Every method's options, chosen on held-out training data, with the same number of trials for each.
 
 A trial gives every method one choice of its options and trains all of them, as a comparison of its own, on a part of
-the training data; the score is that on the rest. Trial 0 has the recipe's own options. Those of later trials are drawn
-from the values below, which come equally often: learning rate and weight decay alike for all methods, dense training
-included, and each method's own. A method whose knob does not preset the sparsity sweeps it in every trial, and is
-scored where the sweep passes the sparsity.
+the training data; the score is that on the rest. Trial 0 has the recipe's own options. Those of later trials are taken
+from the values below, which come equally often: learning rate and weight decay in turn and alike for all methods, dense
+training included, and each method's own at random. A method whose knob does not preset the sparsity sweeps it in every
+trial, and is scored where the sweep passes the sparsity.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from random import Random
 
 from dirprune.lab.methods import Option
 from dirprune.lab.records.columns import Amount, Count
-from dirprune.lab.studies.comparison.trials import Settings
+from dirprune.lab.studies.comparison.trials import Settings, rounded
 from dirprune.lab.tasks import Measure
 from dirprune.lab.training.recipe import Recipe
 
@@ -26,9 +26,10 @@ HELD_OUT = 0.2
 FIRST_SEED = 100
 """Trials have other initial weights than the runs that are compared."""
 
-LR_FACTORS = (0.25, 0.5, 1.0, 2.0)
-DECAYS = (0.0, 5e-4, 2e-3)
-"""The values of weight decay for a recipe without any; for others, factors of a third, 1 and 3."""
+LR_FACTORS = (0.5, 2.0, 0.25, 1.0)
+DECAY_FACTORS = (3.0, 0.3, 1.0)
+DECAYS = (5e-4, 2e-3, 0.0)
+"""The values of weight decay for a recipe without any."""
 
 _RAMP = {"start": (0.0, 0.1, 0.2), "end": (0.4, 0.5, 0.6, 0.75, 0.9)}
 _ACDC = {"phase": (0.025, 0.05, 0.1), "end": (0.8, 0.85, 0.9)}
@@ -71,21 +72,18 @@ def drawn(recipe: Recipe, name: str, number: int) -> Settings:
 
     >>> from dirprune.lab.training.recipes import get
     >>> [drawn(get("digits"), "pat", number).get("end") for number in range(5)]
-    [None, 0.4, 0.5, 0.75, 0.9]
+    [None, 0.75, 0.5, 0.4, 0.9]
     """
     if number == 0:
         return {}
     decay = recipe.optimizer.weight_decay
-    shared: dict[str, Sequence[Option]] = {
-        "lr": [factor * recipe.optimizer.lr for factor in LR_FACTORS],
-        "weight_decay": [decay / 3, decay, 3 * decay] if decay else DECAYS,
-    }
-    both = {option: _value(option, values, number) for option, values in shared.items()}
-    own = {option: _value(f"{name} {option}", values, number) for option, values in OPTIONS.get(name, {}).items()}
-    return both | own
+    rates = [rounded(factor * recipe.optimizer.lr) for factor in LR_FACTORS]
+    decays = [rounded(factor * decay) for factor in DECAY_FACTORS] if decay else DECAYS
+    own = {option: _at_random(f"{name} {option}", values, number) for option, values in OPTIONS.get(name, {}).items()}
+    return {"lr": rates[(number - 1) % len(rates)], "weight_decay": decays[(number - 1) % len(decays)]} | own
 
 
-def _value(label: str, values: Sequence[Option], number: int) -> Option:
+def _at_random(label: str, values: Sequence[Option], number: int) -> Option:
     """Return the value for a trial: all of them in random order, then again in another."""
     turn, place = divmod(number - 1, len(values))
     return Random(f"{label} {turn}").sample(values, len(values))[place]

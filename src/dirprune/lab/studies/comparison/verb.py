@@ -17,6 +17,7 @@ from dirprune.lab.cli.console import (
     MinutesOption,
     ModelOption,
     StepPrecisionOption,
+    TrustOption,
     clear_errors,
     fractions,
     say,
@@ -108,6 +109,56 @@ def compare(
                 return
             _train(study, settings)
         _conclude(out, asked, output, against, html=html)
+
+
+@app.command()
+def rerun(
+    folder: Annotated[Path, typer.Argument(help="Folder of a comparison; its comparison.csv is enough.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run to repeat, as its row names it.")],
+    trust: TrustOption = False,
+    out: Annotated[Path | None, typer.Option(help="Run directory.", show_default="a new one under runs/")] = None,
+    data: DataOption = None,
+    device: DeviceOption = "auto",
+    minutes: MinutesOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a run of a comparison again from its row, and show both results."""
+    with clear_errors():
+        from dirprune.lab.cli.follow import follow
+        from dirprune.lab.names import unknown
+        from dirprune.lab.studies.comparison import rows
+        from dirprune.lab.training import runs
+        from dirprune.lab.trust import allow
+
+        known = {each.row.run: each.row for each in rows.read(folder)}
+        if run not in known:
+            raise unknown("run", run, known)
+        recipe = rows.recipe_of(known[run])
+        for spec in recipe.code if trust else ():
+            allow(spec)
+        where = out or runs.unused(Path("runs") / run)
+        follow(lambda: runs.create(where, recipe), device=device, root=data, minutes=minutes, title=run)
+        again = runs.load(where).read()
+        if again.outcome is None:
+            say(f"Stopped; dirprune resume {where} continues.")
+            return
+        output, both = Output(as_json), [known[run], rows.Row.of(again, rows.free(folder))]
+        for row in both:
+            output.record(asdict(row))
+        output.rows(
+            run,
+            [
+                {
+                    "": name,
+                    row.measure.title: f"{row.score:.4f}",
+                    "zeros (%)": f"{100 * row.sparsity:.2f}",
+                    "commit": row.commit or "unknown",
+                    "device": row.device,
+                }
+                for name, row in zip(("in the table", "again"), both, strict=True)
+            ],
+            left=1,
+        )
 
 
 @dataclass(frozen=True)
