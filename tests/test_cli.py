@@ -564,6 +564,17 @@ def test_a_network_without_a_weight_left_is_told_with_the_remedy_and_its_metrics
     assert math.isnan(runs.load(Path("gone")).records()[0].norm_ratio)
 
 
+def test_a_run_that_cannot_recover_stops_and_goes_on_if_told_to() -> None:
+    result = call("train", "digits", "--batch-size", 512, "--epochs", 5, "--c", 100, "--out", "dead")
+    assert (result.exit_code, result.stdout) == (1, "")
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("dirprune: since"))
+    assert "Stopped after epoch 2 of 5, which is saved. Try a smaller --lr (now 0.1), --c (now 100.0)" in line
+    (words,) = (part for part in line.split("`") if part.startswith("dirprune resume"))
+    assert runs.load(Path("dead")).saved == 2
+    assert call(*words.split()[1:]).exit_code == 0
+    assert len(runs.load(Path("dead")).records()) == 5
+
+
 def test_a_traceback_comes_on_demand_and_for_our_own_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIRPRUNE_TRACEBACK", "1")
     with pytest.raises(ValueError, match="no recipe"):

@@ -18,7 +18,15 @@ from dirprune import GRDA
 from dirprune.lab import data
 from dirprune.lab.data.loader import Batch, Batching, Normalization
 from dirprune.lab.data.resident import ResidentLoader
-from dirprune.lab.training.loop import Divergence, EpochRecord, evaluate, norm_ratio, recalibrate_batchnorm, train
+from dirprune.lab.training.loop import (
+    Divergence,
+    EpochRecord,
+    Extinct,
+    evaluate,
+    norm_ratio,
+    recalibrate_batchnorm,
+    train,
+)
 from dirprune.lab.training.processes import Process
 from dirprune.lab.training.schedules import Schedule
 
@@ -355,6 +363,35 @@ def test_weights_broken_by_the_last_update_of_an_epoch_are_not_handed_out() -> N
     optimizer = make_sgd(model)
     with pytest.raises(Divergence, match="test loss became nan in step 1 of epoch 1"):
         list(train(model, optimizer, loaders.train, loaders.test, epochs=2, lr=math.inf, schedule=Schedule(), seed=0))
+
+
+def pruned(model: nn.Module, c: float, mu: float, *, keep_going: bool) -> Iterator[EpochRecord]:
+    loaders = digits()
+    optimizer = GRDA(model.parameters(), lr=0.1, c=c, mu=mu, momentum=0.9)
+    options = {"lr": 0.1, "schedule": Schedule(), "seed": SEED, "keep_going": keep_going}
+    return train(model, optimizer, loaders.train, loaders.test, epochs=20, **options)
+
+
+def test_training_ends_where_no_weight_can_come_back() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+    records = pruned(model, 100.0, 0.7, keep_going=False)
+    assert [next(records).weight_sparsity for _ in range(2)] == [1.0, 1.0]
+    with pytest.raises(Extinct, match="since epoch 1 every weight is zero") as caught:
+        next(records)
+    assert caught.value.epoch == 2
+    records = pruned(model, 100.0, 0.7, keep_going=True)
+    assert [next(records).weight_sparsity for _ in range(4)] == [1.0] * 4
+
+
+def test_training_goes_on_where_weights_are_zero_but_can_come_back() -> None:
+    """The gradient of a single layer does not pass through its weights: it outgrows a threshold that grows slowly."""
+    torch.manual_seed(0)
+    found = [
+        r.weight_sparsity for r in pruned(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 4.0, 0.1, keep_going=False)
+    ]
+    assert found[:2] == [1.0, 1.0]
+    assert found[-1] < 0.95
 
 
 def test_buffers_are_shared_between_processes_before_they_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:

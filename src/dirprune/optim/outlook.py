@@ -19,6 +19,10 @@ _LONGER = 100
 _LITTLE = 0.01
 
 
+class Outlook(UserWarning):
+    """A fixed c prunes next to nothing, or has emptied a tensor."""
+
+
 @torch.no_grad()
 def warn_of_extremes(
     parts: Sequence[tuple[Tensor, dict[str, Any], float, float]], states: Mapping[Tensor, Any]
@@ -35,6 +39,7 @@ def warn_of_extremes(
         warnings.warn(
             f"after {OUTLOOK_AFTER} steps {len(dead)} of {len(stepped)} tensors that are pruned are entirely zero, "
             f"e.g. one of shape {dead[0]}: give a smaller c, or ask for a share of zeros with target=…",
+            Outlook,
             stacklevel=4,
         )
         return
@@ -48,5 +53,6 @@ def warn_of_extremes(
             f"c={stepped[0][1]['c']:g} prunes next to nothing at this rate: after {_LONGER * OUTLOOK_AFTER:,} steps "
             f"some {soon / total:.1%} of the weights would be zero; ask for a share of zeros with target=…, or give a "
             "larger c",
+            Outlook,
             stacklevel=4,
         )

@@ -68,6 +68,9 @@ SaveOption = Annotated[
     int | None, typer.Option(min=1, help="Epochs between checkpoints.", show_default="one per minute")
 ]
 BoardOption = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard event files into the run.")]
+KeepGoingOption = Annotated[
+    bool, typer.Option("--keep-going", help="Train on even if every weight is zero and nothing can recover.")
+]
 LeanOption = Annotated[
     bool | None,
     typer.Option("--lean/--no-lean", help="With bfloat16, store gRDA's weights in bfloat16; results are unchanged."),
@@ -151,6 +154,7 @@ def train(
     device: DeviceOption = "auto",
     save_every: SaveOption = None,
     minutes: MinutesOption = None,
+    keep_going: KeepGoingOption = False,
     tensorboard: BoardOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -214,6 +218,7 @@ def train(
             save_every=save_every,
             tensorboard=tensorboard,
             minutes=minutes,
+            keep_going=keep_going,
             output=Output(as_json),
         )
 
@@ -226,6 +231,7 @@ def resume(
     device: DeviceOption = "auto",
     save_every: SaveOption = None,
     minutes: MinutesOption = None,
+    keep_going: KeepGoingOption = False,
     tensorboard: BoardOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -243,6 +249,7 @@ def resume(
             save_every=save_every,
             tensorboard=tensorboard,
             minutes=minutes,
+            keep_going=keep_going,
             output=Output(as_json),
         )
 

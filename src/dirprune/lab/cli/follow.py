@@ -35,6 +35,7 @@ def follow(
     save_every: int | None = None,
     tensorboard: bool = False,
     minutes: float | None = None,
+    keep_going: bool = False,
     title: str = "",
     output: Output | None = None,
 ) -> None:
@@ -47,6 +48,7 @@ def follow(
         save_every: epochs between checkpoints.
         tensorboard: also write event files into the run.
         minutes: save and stop after this many minutes.
+        keep_going: train on even if nothing can recover.
         title: the title of the bar; the recipe's name if empty.
         output: where the results go; without it, nothing but the bar is shown.
     """
@@ -55,7 +57,7 @@ def follow(
         first, is_new = process.is_first, not isinstance(run, Run)
         found = _shared(run, process)
         try:
-            here = Surroundings(where, root, process, save_every, stopping=interruption)
+            here = Surroundings(where, root, process, save_every, stopping=interruption, keep_going=keep_going)
             _train(found, here, interruption, tensorboard and first, title, output)
             stopped = first and not _conclude(found, output, is_new, process)
             if stopped and (interruption.asked or not interruption.late):  # or another process got the signal

@@ -21,12 +21,12 @@ from dirprune.lab.data.loader import Loader
 from dirprune.lab.methods import Method
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.files import as_read
-from dirprune.lab.training.loop import Divergence, EpochRecord, train
+from dirprune.lab.training.loop import Divergence, EpochRecord, Extinct, train
 from dirprune.lab.training.optimizers import Plan
 from dirprune.lab.training.processes import Process
 from dirprune.lab.training.recipe import Recipe
 from dirprune.lab.training.reward import Reward
-from dirprune.lab.training.runs import Outcome, Run, check_unchanged, fault_of
+from dirprune.lab.training.runs import Outcome, Run, check_unchanged, fault_of, quoted
 from dirprune.lab.training.start import start_from
 from dirprune.lab.training.surroundings import Surroundings
 from dirprune.optim.options import MACHINE
@@ -45,6 +45,10 @@ class OneBatch(UserWarning):
 
 class Diverged(RuntimeError):
     """A run diverged; the message says what to try."""
+
+
+class Hopeless(RuntimeError):
+    """A run stopped because nothing can recover; the message says what to try."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ def conduct(run: Run, here: Surroundings) -> Iterator[EpochRecord]:
 
     Raises:
         Diverged: the loss is not finite.
+        Hopeless: nothing can recover, and ``here`` does not ask to keep going.
         ValueError: the network does not fit the data, or config.json differs from what the run was trained with.
         InUse: another process is training this run.
     """
@@ -156,6 +161,7 @@ def _conduct(run: Run, here: Surroundings) -> Iterator[EpochRecord]:
         execution=execution,
         process=process,
         method=method,
+        keep_going=here.keep_going,
     )
     yield from _saving(records, run, parts, method, done, here)
 
@@ -187,6 +193,13 @@ def _saving(
         if process.is_first:
             run.conclude(Outcome(diverged=str(error), peak_memory_mib=_peak_memory(here.device)))
         raise Diverged(_advice(run, error, saved)) from error
+    except Extinct as error:
+        if process.is_first and saved < error.epoch:
+            _save(run, error.epoch, parts, method)
+        raise Hopeless(
+            f"{error}. Stopped after epoch {error.epoch} of {recipe.epochs}, which is saved. {_smaller(recipe)}, or go "
+            f"on with `dirprune resume {quoted(run.folder)} --keep-going`"
+        ) from error
 
 
 def _fault(run: Run, model: nn.Module) -> checkpoint.Fault:
@@ -241,13 +254,14 @@ def _go_back(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoin
 
 def _advice(run: Run, error: Divergence, saved: int) -> str:
     """Return a message that says where a run diverged, which checkpoint is left and what to try."""
-    recipe = run.recipe
+    left = checkpoint.path_of(run.checkpoints, saved)
+    return f"{error}. The last good checkpoint is {left}. {_smaller(run.recipe)}, or another --seed"
+
+
+def _smaller(recipe: Recipe) -> str:
+    """Return the advice to lower what makes a run diverge, or prunes everything."""
     knobs = [(f"--{name}", vars(recipe.optimizer)[name]) for name in ("lr", *recipe.optimizer.decides)]
-    smaller = ", ".join(f"{name} (now {value})" for name, value in knobs)
-    return (
-        f"{error}. The last good checkpoint is {checkpoint.path_of(run.checkpoints, saved)}. "
-        f"Try a smaller {smaller}, or another --seed"
-    )
+    return f"Try a smaller {', '.join(f'{name} (now {value})' for name, value in knobs)}"
 
 
 def _peak_memory(device: torch.device) -> float | None:

@@ -65,6 +65,16 @@ class Divergence(FloatingPointError):
         self.step = step
 
 
+class Extinct(RuntimeError):
+    """Every weight is zero, and none has a gradient that could bring it back."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(
+            f"since epoch {epoch - 1} every weight is zero, and no gradient reaches one: nothing can recover"
+        )
+        self.epoch = epoch
+
+
 @dataclass(frozen=True)
 class Score:
     """Mean loss, and accuracy in percent, over a data set."""
@@ -87,6 +97,7 @@ def train(
     execution: Execution | None = None,
     process: Process | None = None,
     method: Method | None = None,
+    keep_going: bool = True,
 ) -> Iterator[EpochRecord]:
     """Train the model in place, and yield a record after each epoch.
 
@@ -104,9 +115,11 @@ def train(
         execution: how a step runs.
         process: this process in a distributed run.
         method: the pruning method, attached to this model and optimizer; the caller has to finish it.
+        keep_going: train on even if nothing can recover.
 
     Raises:
         Divergence: the loss is not finite; the model cannot be used any more.
+        Extinct: after the record of the second epoch in a row that ends with nothing that could recover.
     """
     execution, process = execution or Execution(), process or Process()
     device = next(model.parameters()).device
@@ -122,7 +135,7 @@ def train(
         sizes = batch_sizes(train_set)
         step = make_step(model, parallel, optimizer, tally, execution, train_set, sizes, method.penalty)
         scoring = make_scoring(model, parallel, execution, device)
-    rate, signs = math.nan, signs_of(method.weights().values())
+    rate, signs, gone = math.nan, signs_of(method.weights().values()), False
     for epoch in range(done + 1, epochs + 1):
         start = time.perf_counter()
         with weights:
@@ -138,6 +151,7 @@ def train(
                     method.after_step((epoch - 1) * len(train_set) + i + 1)
                     if (i + 1) % CHECK_EVERY == 0:
                         _check(tally.losses[: i + 1].cpu(), epoch, process)
+            was_gone, gone = gone, not keep_going and is_extinct(model)
             training = _summarise(tally, train_set, epoch, process)
             trained = time.perf_counter()
             process.share_buffers(model)
@@ -146,6 +160,8 @@ def train(
             raise Divergence(epoch, len(train_set), test.loss, which="test")
         before, signs = signs, signs_of(method.weights().values())
         yield _record(epoch, rate, training, test, method, start, trained, signs_kept=share_alike(before, signs))
+        if was_gone and gone:  # twice, because momentum moves weights for some steps without a gradient
+            raise Extinct(epoch)
 
 
 @torch.no_grad()
@@ -204,6 +220,15 @@ def share_alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
     """Return the fraction of the elements in which two lists of tensors agree."""
     alike = torch.stack([(a == b).sum() for a, b in zip(first, second, strict=True)]).sum()
     return int(alike) / sum(tensor.numel() for tensor in first)
+
+
+def is_extinct(model: nn.Module) -> bool:
+    """Return whether every weight is zero, and got no gradient in the last step: the network is a constant, for good.
+
+    Biases do not count: the last one still has a gradient, but no weight that it could reach.
+    """
+    weights = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    return bool(weights) and all(p.grad is not None and not p.any() and not p.grad.any() for p in weights)
 
 
 def batch_sizes(loader: Loader) -> list[int]:

@@ -33,6 +33,7 @@ class Surroundings:
         save_every: epochs between checkpoints; by default one checkpoint per minute.
         watch: wraps the training loader, e.g. to draw a progress bar.
         stopping: called after each epoch; if it returns True, the run is saved and training stops.
+        keep_going: train on even if every weight is zero and nothing can recover; otherwise `Hopeless` is raised.
         at_once: how many runs of a series to train at the same time, each in a process of its own.
     """
 
@@ -42,4 +43,5 @@ class Surroundings:
     save_every: int | None = None
     watch: Callable[[Loader], Loader] = as_it_is
     stopping: Callable[[], bool] = never
+    keep_going: bool = True
     at_once: int = 1
