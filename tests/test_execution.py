@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 from torch.optim import SGD, Optimizer
 
-from dirprune import GRDA, sparsity
+from dirprune import GRDA, AdamGRDA, sparsity
 from dirprune._support.graphs import Kept, record, states
 from dirprune._support.rates import set_lr
 from dirprune.lab import data
@@ -34,6 +35,7 @@ from dirprune.lab.training.execution import (
 from dirprune.lab.training.lean import Lean
 from dirprune.lab.training.loop import EpochRecord, evaluate, recalibrate_batchnorm, train
 from dirprune.lab.training.schedules import Schedule
+from dirprune.optim.base import Thresholded
 
 CPU = torch.device("cpu")
 
@@ -213,11 +215,20 @@ def stand_in(model: nn.Module, optimizer: Optimizer) -> Callable[..., tuple[Any,
     return recorded
 
 
+TARGET: dict[str, Any] = {"target": 0.8, "steps": 6, "prune_from": 0.2}
+
+
 @pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("lean", [False, True])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("lean", "make"),
+    [
+        *((lean, partial(GRDA, lr=0.05, c=0.02, mu=0.6, momentum=m)) for lean in (False, True) for m in (0.0, 0.9)),
+        *((lean, partial(GRDA, lr=0.05, momentum=0.9, **TARGET)) for lean in (False, True)),
+        *((False, partial(AdamGRDA, lr=0.01, power=power, prune_until=0.7, **TARGET)) for power in (0.0, 0.5)),
+    ],
+)
 def test_steps_that_are_rehearsed_and_replayed_are_the_plain_ones(
-    momentum: float, lean: bool, used: bool, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Thresholded], lean: bool, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, with batches of two sizes: restored or rounded weights are not taken for a user's changes."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -225,7 +236,7 @@ def test_steps_that_are_rehearsed_and_replayed_are_the_plain_ones(
     low, results = Execution(precision="bfloat16"), []
     for replayed in (False, True):
         model, tally = colour(), Tally(6, CPU)
-        optimizer = GRDA(model.parameters(), lr=0.05, c=0.02, mu=0.6, momentum=momentum, capturable=True)
+        optimizer = make(model.parameters(), capturable=True)
         plain = PlainStep(model, optimizer, tally, low)
         if used:
             plain(*colour_batch(8))
@@ -245,6 +256,9 @@ def test_steps_that_are_rehearsed_and_replayed_are_the_plain_ones(
                     [p.grad.to(torch.float32, copy=True) for p in model.parameters() if p.grad is not None]
                 )
         state = {key: [optimizer.state[p][key] for p in model.parameters()] for key in ("accumulator", "threshold")}
+        if plan := optimizer.defaults["plan"]:
+            assert (plan.step, plan.is_fixed) == (6 + used, True)
+            assert optimizer.progress().zeros == round(0.8 * optimizer.progress().weights)
         results.append((tally.losses, dict(model.state_dict()), state, gradients))
     torch.testing.assert_close(*results, rtol=0, atol=0)
     assert 0 < sparsity(model).fraction < 1

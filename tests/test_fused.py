@@ -9,6 +9,8 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,10 +18,22 @@ import torch
 from test_optim import SGD_OPTIONS, assert_old_graphs_are_refused, gradients, parameters, saved_and_loaded
 from torch import nn
 
-from dirprune import GRDA
+from dirprune import GRDA, AdamGRDA
+from dirprune.optim.base import Thresholded
 
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUSED: list[dict[str, Any]] = [{"fused": True}, {"fused": True, "capturable": True}]
+KINDS: list[Any] = [GRDA, partial(AdamGRDA, lr=0.1)]
+CASES: list[tuple[Any, dict[str, Any], torch.dtype]] = [
+    *((GRDA, options, dtype) for options in SGD_OPTIONS for dtype in DTYPES),
+    *(
+        (AdamGRDA, {"betas": (0.8, 0.95), "weight_decay": 0.1, "maximize": True, "shape": "hard"}, dtype)
+        for dtype in DTYPES
+    ),
+    (AdamGRDA, {"power": 0.5}, torch.float32),
+    (AdamGRDA, {"betas": (0.0, 0.0), "shape": "garrote"}, torch.float32),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +60,10 @@ def on_device(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(p.detach().to(DEVICE)) for p in [*parameters(dtype), *extra]]
 
 
-def step_both(a: tuple[GRDA, list[nn.Parameter]], b: tuple[GRDA, list[nn.Parameter]], steps: range) -> None:
+Both = tuple[Thresholded, list[nn.Parameter]]
+
+
+def step_both(a: Both, b: Both, steps: range) -> None:
     for step in steps:
         grads = gradients(step, a[1])
         for optimizer, params in (a, b):
@@ -56,13 +73,14 @@ def step_both(a: tuple[GRDA, list[nn.Parameter]], b: tuple[GRDA, list[nn.Paramet
 
 
 @pytest.mark.parametrize("path", FUSED)
-@pytest.mark.parametrize("options", SGD_OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_equals_the_single_tensor_path(path: dict[str, Any], options: dict[str, Any], dtype: torch.dtype) -> None:
-    common = {"lr": 0.05, "c": 0.05, "mu": 0.6, **options}
+@pytest.mark.parametrize(("kind", "options", "dtype"), CASES)
+def test_equals_the_single_tensor_path(
+    path: dict[str, Any], kind: Any, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    common = {"lr": 0.05, "c": 0.05 if kind is GRDA else 0.2, "mu": 0.6, **options}
     fused_params, plain_params = on_device(dtype), on_device(dtype)
-    fused = GRDA(fused_params, **common, **path)
-    plain = GRDA(plain_params, **common, foreach=False, fused=False)
+    fused = kind(fused_params, **common, **path)
+    plain = kind(plain_params, **common, foreach=False, fused=False)
     step_both((fused, fused_params), (plain, plain_params), range(6))
     fused.param_groups[0]["lr"] *= 0.1
     plain.param_groups[0]["lr"] *= 0.1
@@ -71,9 +89,9 @@ def test_equals_the_single_tensor_path(path: dict[str, Any], options: dict[str, 
     # The interpreter truncates to bfloat16 where the hardware rounds; weight decay feeds that back.
     loose = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 and DEVICE == "cpu" else {}
     for p, q in zip(fused_params, plain_params, strict=True):
-        for key in ("accumulator", "momentum_buffer", "step", "threshold"):
-            if key in fused.state[p]:
-                torch.testing.assert_close(fused.state[p][key].cpu(), plain.state[q][key].cpu(), **loose)
+        assert fused.state[p].keys() == plain.state[q].keys()
+        for key in fused.state[p]:
+            torch.testing.assert_close(fused.state[p][key].cpu(), plain.state[q][key].cpu(), **loose)
         torch.testing.assert_close(p, q)
         zeros += int((p == 0).sum())
         assert not torch.signbit(p[p == 0]).any()
@@ -118,14 +136,19 @@ def test_parameters_with_their_own_step_counts_and_memory_layouts(path: dict[str
     assert [float(fused.state[p]["step"]) for p in fused_params] == [6, 5, 4]
 
 
-@pytest.mark.parametrize("source", [*FUSED, {"foreach": True}, {"foreach": False, "fused": False}])
-@pytest.mark.parametrize("target", [*FUSED, {"foreach": True}, {"foreach": False, "fused": False}])
-def test_a_state_saved_by_one_path_continues_on_another(source: dict[str, Any], target: dict[str, Any]) -> None:
+ALL: list[dict[str, Any]] = [*FUSED, {"foreach": True}, {"foreach": False, "fused": False}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("source", "target"), [*pairwise([*ALL, ALL[0]]), *pairwise([*ALL[::-1], ALL[-1]])])
+def test_a_state_saved_by_one_path_continues_on_another(
+    source: dict[str, Any], target: dict[str, Any], kind: Any
+) -> None:
     params = on_device()
-    first = GRDA(params, c=0.05, momentum=0.9, **source)
+    first = kind(params, c=0.05, **source)
     drive_on_device(first, params, range(5))
     others = [nn.Parameter(p.detach().clone()) for p in params]
-    second = GRDA(others, c=0.05, momentum=0.9, **target)
+    second = kind(others, c=0.05, **target)
     second.load_state_dict(saved_and_loaded(first.state_dict()))
     drive_on_device(first, params, range(5, 10))
     drive_on_device(second, others, range(5, 10))
@@ -133,7 +156,7 @@ def test_a_state_saved_by_one_path_continues_on_another(source: dict[str, Any], 
         torch.testing.assert_close(p, q)
 
 
-def drive_on_device(optimizer: GRDA, params: list[nn.Parameter], steps: range) -> None:
+def drive_on_device(optimizer: Thresholded, params: list[nn.Parameter], steps: range) -> None:
     for step in steps:
         for p, grad in zip(params, gradients(step, params), strict=True):
             p.grad = grad.to(DEVICE)
@@ -401,22 +424,27 @@ import re, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from dirprune.optim.fused import BLOCK, CHUNK, _COMPILATION, _grda_kernel as kernel
-chosen = dict(PARAM=tl.float32, GRAD=tl.float32, STATE=tl.float32, ALIGNED=True, SHAPE='soft', CHUNK=CHUNK, BLOCK=BLOCK)
-kinds = {name: chosen.get(name, False) for name in kernel.arg_names if name.isupper()}
-signature = {name: "constexpr" if name in kinds else "*i32" for name in kernel.arg_names} | {"table": "*i64"}
-constants = {(kernel.arg_names.index(name),): value for name, value in kinds.items()}
-source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in range(6)})
-ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=_COMPILATION).asm["ptx"]
+always = dict(PARAM=tl.float32, GRAD=tl.float32, STATE=tl.float32, ALIGNED=True, SHAPE='soft', CHUNK=CHUNK, BLOCK=BLOCK)
 vectors = BLOCK // (4 * 32 * _COMPILATION["num_warps"])  # of four float32, that a thread has of a block
-print(len(re.findall(r"ld\\.global\\S*\\.v4", ptx)) / vectors, len(re.findall(r"st\\.global\\S*\\.v4", ptx)) / vectors)
+for also in ({}, {"ADAM": True, "GUARDED": True}, {"ADAM": True, "SHAPE": ""}):
+    chosen = always | also
+    kinds = {name: chosen.get(name, False) for name in kernel.arg_names if name.isupper()}
+    signature = {name: "constexpr" if name in kinds else "*i32" for name in kernel.arg_names} | {"table": "*i64"}
+    constants = {(kernel.arg_names.index(name),): value for name, value in kinds.items()}
+    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in range(7)})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=_COMPILATION).asm["ptx"]
+    print(*(len(re.findall(rf"{way}\\.global\\S*\\.v4", ptx)) / vectors for way in ("ld", "st")))
 """
 
 
 def test_the_compiled_kernel_moves_16_bytes_a_thread() -> None:
-    """It reads gradient and accumulator and writes accumulator and parameter; with a mask, it would move 4 bytes."""
+    """It reads gradient and accumulator and writes accumulator and parameter; with a mask, it would move 4 bytes.
+
+    With Adam it reads and writes two moments as well; where thresholds vary, it leaves the parameter to others.
+    """
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", VECTORS], capture_output=True, text=True, check=True, env=compiling)
-    assert done.stdout.split() == ["2.0", "2.0"]
+    assert done.stdout.split() == ["2.0", "2.0", "4.0", "4.0", "4.0", "3.0"]
 
 
 @pytest.mark.parametrize("path", FUSED)
@@ -479,15 +507,51 @@ def test_weights_that_others_write_are_where_the_next_step_starts(path: dict[str
 
 
 @pytest.mark.parametrize("path", FUSED)
-@pytest.mark.parametrize("shape", ["soft", "garrote", "hard"])
-def test_a_target_is_met_as_on_the_single_tensor_path(shape: str, path: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((GRDA, {"shape": shape, "momentum": 0.9}) for shape in ("soft", "garrote", "hard")),
+        *((AdamGRDA, {"power": power, "prune_until": 0.7, "fix_at": 0.9}) for power in (0.0, 0.5)),
+    ],
+)
+def test_a_target_is_met_as_on_the_single_tensor_path(kind: Any, options: dict[str, Any], path: dict[str, Any]) -> None:
     fused_params, plain_params = on_device(), on_device()
-    common = {"lr": 0.05, "target": 0.7, "steps": 10, "shape": shape, "momentum": 0.9}
-    fused = GRDA(fused_params, **common, **path)
-    plain = GRDA(plain_params, **common, foreach=False, fused=False)
+    common = {"lr": 0.05, "target": 0.7, "steps": 10, **options}
+    fused = kind(fused_params, **common, **path)
+    plain = kind(plain_params, **common, foreach=False, fused=False)
     for steps in (range(5), range(5, 9), range(9, 11)):  # until zeros come, until they are fixed, and after
         step_both((fused, fused_params), (plain, plain_params), steps)
         for p, q in zip(fused_params, plain_params, strict=True):
             torch.testing.assert_close(p, q)
             assert torch.equal(p == 0, q == 0)
     assert fused.progress().zeros == round(0.7 * fused.progress().weights)
+
+
+@pytest.mark.parametrize("path", FUSED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(kind: Any, path: dict[str, Any]) -> None:
+    params, twins = on_device(), on_device()
+    optimizer, plain = (
+        kind(params, c=0.05, skip_nonfinite=True, **path),
+        kind(twins, c=0.05, foreach=False, fused=False),
+    )
+    for step in (0, 1, 2, 3):
+        if step in (1, 3):
+            for p, grad in zip(params, gradients(step, params), strict=True):
+                p.grad = grad.to(DEVICE)
+            params[-1].grad[5] = (float("nan"), -float("inf"))[step // 2]
+            if path.get("capturable"):
+                optimizer.step()
+            else:  # on a CPU the host sees it at once
+                with pytest.warns(UserWarning, match="skipped"):
+                    optimizer.step()
+        else:
+            step_both((optimizer, params), (plain, twins), range(step, step + 1))
+    for p, q in zip(params, twins, strict=True):
+        torch.testing.assert_close(p, q)
+        for key, value in plain.state[q].items():
+            torch.testing.assert_close(optimizer.state[p][key].cpu(), value.cpu())
+    if path.get("capturable"):
+        with pytest.warns(UserWarning, match="2 steps were skipped so far"):
+            assert optimizer.skipped() == 2
+    assert optimizer.state_dict()["param_groups"][0]["skipped"] == 2

@@ -3,9 +3,11 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 import pickle
 import random
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dirprune import GRDA, AdamGRDA, prunable_groups, sparsity
+from dirprune.optim.base import Thresholded
 from dirprune.optim.reference import ReferenceGRDA
 from dirprune.optim.threshold import grow_thresholds, shrink
 
@@ -46,6 +49,23 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 def gradients(step: int, params: list[nn.Parameter]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
     return [0.3 * torch.randn(p.shape, generator=generator).to(p.dtype) for p in params]
+
+
+def adam(
+    params: Any,
+    lr: float | Tensor = 0.1,
+    *,
+    c: float = 5e-4,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    **options: Any,
+) -> AdamGRDA:
+    """Return an AdamGRDA whose momentum is its β₁."""
+    return AdamGRDA(params, lr, (momentum, 0.999), **{"weight_decay": 0.0, "c": c} | options)
+
+
+Kind = Callable[..., Thresholded]
+KINDS: list[Kind] = [GRDA, adam]
 
 
 def drive(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) -> None:
@@ -179,9 +199,10 @@ def test_mu_one_is_l1_rda() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pruned_is_plus_zero_and_nan_is_not_hidden(path: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_pruned_is_plus_zero_and_nan_is_not_hidden(path: dict[str, Any], dtype: torch.dtype, kind: Kind) -> None:
     p = nn.Parameter(torch.tensor([0.1, -0.1, -0.0, 0.0, 3.0, -3.0, math.nan, math.inf], dtype=dtype))
-    optimizer = GRDA([p], lr=1.0, c=1.0, mu=0.6, **path)
+    optimizer = kind([p], lr=1.0, c=1.0, mu=0.6, **path)
     p.grad = torch.zeros_like(p)
     optimizer.step()
     assert p[:4].tolist() == [0.0] * 4
@@ -193,9 +214,10 @@ def test_pruned_is_plus_zero_and_nan_is_not_hidden(path: dict[str, Any], dtype: 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("numel", [1, 15, 16, 100, 128, 1000, 70_001])
-def test_no_negative_zero_at_any_size(path: dict[str, Any], numel: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_negative_zero_at_any_size(path: dict[str, Any], numel: int, kind: Kind) -> None:
     p = nn.Parameter(torch.full((numel,), -0.1))
-    optimizer = GRDA([p], lr=1.0, c=1.0, mu=0.6, **path)
+    optimizer = kind([p], lr=1.0, c=1.0, mu=0.6, **path)
     p.grad = torch.zeros_like(p)
     optimizer.step()
     assert not torch.signbit(p).any()
@@ -203,9 +225,10 @@ def test_no_negative_zero_at_any_size(path: dict[str, Any], numel: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_underflows_in_half_precision_is_plus_zero(path: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_underflows_in_half_precision_is_plus_zero(path: dict[str, Any], kind: Kind) -> None:
     p = nn.Parameter(torch.tensor([-0.1], dtype=torch.float16))
-    optimizer = GRDA([p], lr=1.0, c=float(-p.detach().float()) - 1e-8, mu=0.6, **path)
+    optimizer = kind([p], lr=1.0, c=float(-p.detach().float()) - 1e-8, mu=0.6, **path)
     p.grad = torch.zeros_like(p)
     optimizer.step()
     assert p.item() == 0.0
@@ -214,9 +237,10 @@ def test_what_underflows_in_half_precision_is_plus_zero(path: dict[str, Any]) ->
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("lr", [-2.2e-18, 0.0])
-def test_a_rate_that_ends_at_zero_or_just_below_grows_nothing(path: dict[str, Any], lr: float) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rate_that_ends_at_zero_or_just_below_grows_nothing(path: dict[str, Any], lr: float, kind: Kind) -> None:
     params = parameters()
-    optimizer = GRDA(params, lr=0.1, c=0.05, **path)
+    optimizer = kind(params, lr=0.1, c=0.05, **path)
     drive(optimizer, params, range(3))
     before, tau = [p.detach().clone() for p in params], float(optimizer.state[params[0]]["threshold"])
     group = optimizer.param_groups[0]
@@ -229,9 +253,10 @@ def test_a_rate_that_ends_at_zero_or_just_below_grows_nothing(path: dict[str, An
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("options", SGD_OPTIONS)
-def test_gradients_are_left_untouched(path: dict[str, Any], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_left_untouched(path: dict[str, Any], options: dict[str, Any], kind: Kind) -> None:
     params = parameters()
-    optimizer = GRDA(params, c=0.1, **path, **options)
+    optimizer = kind(params, c=0.1, **path, **options)
     grads = gradients(0, params)
     for p, grad in zip(params, grads, strict=True):
         p.grad = grad.clone()
@@ -244,9 +269,10 @@ def test_gradients_are_left_untouched(path: dict[str, Any], options: dict[str, A
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_parameter_that_comes_late_starts_at_threshold_zero(path: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_that_comes_late_starts_at_threshold_zero(path: dict[str, Any], kind: Kind) -> None:
     early, late, added = (nn.Parameter(torch.ones(3)) for _ in range(3))
-    optimizer = GRDA([early, late], lr=0.1, c=0.1, mu=0.6, **path)
+    optimizer = kind([early, late], lr=0.1, c=0.1, mu=0.6, **path)
     for step in range(10):
         early.grad = torch.ones(3)
         late.grad = torch.ones(3) if step >= 6 else None  # frozen at first
@@ -271,14 +297,17 @@ def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("source", PATHS)
 @pytest.mark.parametrize("target", PATHS)
-def test_a_saved_state_continues(dtype: torch.dtype, source: dict[str, Any], target: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_state_continues(
+    dtype: torch.dtype, source: dict[str, Any], target: dict[str, Any], kind: Kind
+) -> None:
     options = {"lr": 0.05, "c": 0.03, "mu": 0.6, "momentum": 0.9}
     params = parameters(dtype)
-    first = GRDA(params, **options, **source)
+    first = kind(params, **options, **source)
     drive(first, params, range(20))
     state = saved_and_loaded(first.state_dict())
     others = [nn.Parameter(p.detach().clone()) for p in params]
-    second = GRDA(others, lr=7.0, c=7.0, mu=0.9, **target)
+    second = kind(others, lr=7.0, c=7.0, mu=0.9, **target)
     second.load_state_dict(state)
     assert second.param_groups[0]["c"] == 0.03
     assert second.param_groups[0]["capturable"] is bool(target.get("capturable"))
@@ -295,9 +324,10 @@ def test_a_saved_state_continues(dtype: torch.dtype, source: dict[str, Any], tar
         torch.testing.assert_close(p, q)
 
 
-def test_load_state_dict_obeys_hooks_and_leaves_what_it_was_given() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_load_state_dict_obeys_hooks_and_leaves_what_it_was_given(kind: Kind) -> None:
     params = parameters(torch.bfloat16)[:2]
-    optimizer = GRDA(params, c=0.03)
+    optimizer = kind(params, c=0.03)
     drive(optimizer, params, range(3))
     saved = optimizer.state_dict()
     swapped = {**saved, "param_groups": [{**saved["param_groups"][0], "c": 0.5}]}
@@ -311,29 +341,31 @@ def test_load_state_dict_obeys_hooks_and_leaves_what_it_was_given() -> None:
     assert optimizer.state[params[1]]["accumulator"].dtype == torch.float32
 
 
-def test_loading_keeps_the_memory_and_the_kind_of_rate_it_has() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_loading_keeps_the_memory_and_the_kind_of_rate_it_has(kind: Kind) -> None:
     params = parameters()
     rate = torch.tensor(0.1)
-    optimizer = GRDA(params, lr=rate, c=0.03, capturable=True)
+    optimizer = kind(params, lr=rate, c=0.03, capturable=True)
     assert optimizer.param_groups[0]["lr"].data_ptr() == rate.data_ptr()
     drive(optimizer, params, range(3))
     state = copy.deepcopy(optimizer.state_dict())
     state["param_groups"][0]["lr"] = 0.05
-    addresses = [value.data_ptr() for value in optimizer.state[params[0]].values()]
+    addresses = {key: value.data_ptr() for key, value in optimizer.state[params[0]].items()}
     drive(optimizer, params, range(3, 6))
     optimizer.load_state_dict(state)
-    assert [value.data_ptr() for value in optimizer.state[params[0]].values()] == addresses
+    assert {key: value.data_ptr() for key, value in optimizer.state[params[0]].items()} == addresses
     assert rate.item() == pytest.approx(0.05)  # a captured graph reads this very tensor
     assert float(optimizer.state[params[0]]["step"]) == 3
 
 
-def test_groups_that_share_a_rate_tensor_load_rates_of_their_own() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_that_share_a_rate_tensor_load_rates_of_their_own(kind: Kind) -> None:
     def groups() -> list[dict[str, Any]]:
         return [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)]
 
-    saved = GRDA(groups(), lr=0.5).state_dict()
+    saved = kind(groups(), lr=0.5).state_dict()
     rate = torch.tensor(0.1)
-    optimizer = GRDA(groups(), lr=rate)
+    optimizer = kind(groups(), lr=rate)
     optimizer.load_state_dict(saved)
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
     rate.fill_(0.25)
@@ -407,14 +439,15 @@ def test_steps_too_small_for_half_precision_add_up(path: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_default_device_does_not_matter(path: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_device_does_not_matter(path: dict[str, Any], kind: Kind) -> None:
     results = []
     for device in ("meta", "cpu"):  # tensors that a step made on the default device meta would have no values
         params = [nn.Parameter(torch.full((n,), -0.1)) for n in (3, 4099)]
         for p in params:
             p.grad = torch.ones_like(p)
         with torch.device(device):
-            optimizer = GRDA(params, lr=0.1, c=0.1, momentum=0.9, **path)
+            optimizer = kind(params, lr=0.1, c=0.1, momentum=0.9, **path)
             optimizer.step()
             optimizer.load_state_dict(optimizer.state_dict())
             optimizer.step()
@@ -423,9 +456,10 @@ def test_the_default_device_does_not_matter(path: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_copies_continue_on_their_own(copier: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_continue_on_their_own(copier: Callable[[Any], Any], kind: Kind) -> None:
     params = parameters()
-    optimizer = GRDA(params, c=0.03, momentum=0.9, fused=None)
+    optimizer = kind(params, c=0.03, momentum=0.9, fused=None)
     drive(optimizer, params, range(10))
     twin = copier(optimizer)
     drive(optimizer, params, range(10, 20))
@@ -487,12 +521,13 @@ def test_closures_return_the_loss_and_hooks_run() -> None:
     assert calls == ["before", "closure", "after"]
 
 
-def test_accumulated_and_clipped_gradients() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulated_and_clipped_gradients(kind: Kind) -> None:
     torch.manual_seed(3)
     whole, parts = nn.Linear(4, 2), nn.Linear(4, 2)
     parts.load_state_dict(whole.state_dict())
     x = torch.randn(8, 4)
-    optimizers = [GRDA(m.parameters(), lr=0.1, c=0.05) for m in (whole, parts)]
+    optimizers = [kind(m.parameters(), lr=0.1, c=0.05) for m in (whole, parts)]
     for _ in range(5):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -508,9 +543,10 @@ def test_accumulated_and_clipped_gradients() -> None:
     assert float(optimizers[1].state[parts.weight]["step"]) == 5
 
 
-def test_a_step_that_the_grad_scaler_skips_does_not_count() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_the_grad_scaler_skips_does_not_count(kind: Kind) -> None:
     model = nn.Linear(3, 1)
-    optimizer = GRDA(model.parameters(), lr=0.1, c=0.1)
+    optimizer = kind(model.parameters(), lr=0.1, c=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step in range(6):
         optimizer.zero_grad()
@@ -526,11 +562,12 @@ def test_a_step_that_the_grad_scaler_skips_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_tensor_learning_rate(path: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_learning_rate(path: dict[str, Any], kind: Kind) -> None:
     with_number, with_tensor = parameters(torch.float64), parameters(torch.float64)
     lr = torch.tensor(0.05, dtype=torch.float64)
-    drive(GRDA(with_number, lr=0.05, c=0.03), with_number, range(20))
-    drive(GRDA(with_tensor, lr=lr, c=0.03, **path), with_tensor, range(20))
+    drive(kind(with_number, lr=0.05, c=0.03), with_number, range(20))
+    drive(kind(with_tensor, lr=lr, c=0.03, **path), with_tensor, range(20))
     for p, q in zip(with_number, with_tensor, strict=True):
         torch.testing.assert_close(p, q)
     assert lr.item() == 0.05
@@ -571,7 +608,8 @@ def test_a_compiled_step(dtype: torch.dtype, options: dict[str, Any], scheduler:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_memory_layouts(path: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_layouts(path: dict[str, Any], kind: Kind) -> None:
     values = torch.randn(4, 8, 4, 4, generator=torch.Generator().manual_seed(0))
     layouts = [
         values.clone(),
@@ -584,7 +622,7 @@ def test_memory_layouts(path: dict[str, Any]) -> None:
     for layout in layouts:
         p = nn.Parameter(layout)
         strides = p.stride()
-        optimizer = GRDA([p], lr=0.1, c=0.05, momentum=0.9, **path)
+        optimizer = kind([p], lr=0.1, c=0.2, momentum=0.9, **path)
         for step in range(5):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
             optimizer.step()
@@ -598,12 +636,13 @@ def test_memory_layouts(path: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"maximize": True}])
 @pytest.mark.parametrize("path", PATHS)
-def test_sparse_gradients_equal_dense_ones(path: dict[str, Any], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_sparse_gradients_equal_dense_ones(path: dict[str, Any], options: dict[str, Any], kind: Kind) -> None:
     tables = []
     for sparse in (True, False):
         torch.manual_seed(0)
         embedding = nn.Embedding(10, 3, sparse=sparse)
-        optimizer = GRDA(embedding.parameters(), lr=0.1, c=0.1, **options, **path)
+        optimizer = kind(embedding.parameters(), lr=0.1, c=0.1, **options, **path)
         for step in range(5):
             optimizer.zero_grad()
             embedding(torch.tensor([step, 2, 2])).square().sum().backward()
@@ -672,19 +711,32 @@ def test_a_call_meant_for_sgd_is_refused_and_shows_what_to_write() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    ("option", "value"), [("lr", math.nan), ("c", -1.0), ("mu", 2.0), ("momentum", 1.0), ("weight_decay", math.inf)]
+    ("kind", "option", "value"),
+    [
+        *((GRDA, "momentum", value) for value in (1.0, "x")),
+        *((AdamGRDA, name, -1.0) for name in ("eps", "power")),
+        *((AdamGRDA, "betas", value) for value in ((0.9, 1.0), 0.9)),
+        *(
+            (kind, name, value)
+            for kind in (GRDA, AdamGRDA)
+            for name, value in [
+                *(("lr", math.nan), ("c", -1.0), ("mu", 2.0), ("weight_decay", math.inf), ("scale", 0.0)),
+                *(("cost", "dear"), ("shape", "firm"), ("maximize", "no"), ("skip_nonfinite", None)),
+            ]
+        ),
+    ],
 )
 def test_an_option_spoilt_between_steps_is_named_before_anything_changes(
-    path: dict[str, Any], option: str, value: float
+    path: dict[str, Any], kind: Kind, option: str, value: Any
 ) -> None:
     params = [[p] for p in parameters()[:2]]
-    optimizer = GRDA([{"params": group} for group in params], lr=0.1, c=0.1, momentum=0.5, **path)
+    optimizer = kind([{"params": group} for group in params], lr=0.1, c=0.1, **path)
     flat = [p for group in params for p in group]
     drive(optimizer, flat, range(2))
     before = copy.deepcopy(optimizer.state_dict()["state"]), [p.detach().clone() for p in flat]
     group = optimizer.param_groups[1]
     group[option] = torch.tensor(value) if isinstance(group[option], Tensor) else value
-    with pytest.raises(ValueError, match=rf"^{option}={value}"):
+    with pytest.raises(ValueError, match="^" + re.escape(f"{option}={value!r}")):
         drive(optimizer, flat, range(2, 3))
     for p, q in zip(flat, before[1], strict=True):
         assert torch.equal(p, q)
@@ -700,9 +752,10 @@ def test_mu_outside_the_range_of_the_theory_is_allowed(mu: float) -> None:
     assert float(optimizer.state[params[0]]["threshold"]) == pytest.approx(0.1 * 0.1**0.5 * 0.3**mu, rel=1e-12)
 
 
-def test_complex_parameters_are_refused() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_complex_parameters_are_refused(kind: Kind) -> None:
     with pytest.raises(ValueError, match=r"parameter 1 is complex.*view_as_complex"):
-        GRDA([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+        kind([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2, dtype=torch.complex64))])
 
 
 def changed(state_dict: dict[str, Any], **values: Any) -> dict[str, Any]:
@@ -861,19 +914,20 @@ def test_the_first_example_of_a_page_prunes_and_learns(page: str) -> None:
 # ---- loading, in detail
 
 
-def stepped(**options: Any) -> tuple[nn.Parameter, GRDA]:
+def stepped(kind: Kind = GRDA, **options: Any) -> tuple[nn.Parameter, Thresholded]:
     """Return a parameter and its optimizer after one step."""
     p = nn.Parameter(torch.ones(3))
-    optimizer = GRDA([p], lr=0.1, **options)
+    optimizer = kind([p], lr=0.1, **options)
     p.grad = torch.ones(3)
     optimizer.step()
     return p, optimizer
 
 
-def test_an_optimizer_shares_nothing_with_the_one_whose_state_it_loaded() -> None:
-    p, source = stepped()
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_shares_nothing_with_the_one_whose_state_it_loaded(kind: Kind) -> None:
+    p, source = stepped(kind)
     q = nn.Parameter(torch.ones(3))
-    other = GRDA([q], lr=0.1)
+    other = kind([q], lr=0.1)
     other.load_state_dict(source.state_dict())
     q.grad = torch.ones(3)
     other.step()
@@ -1009,10 +1063,11 @@ def test_a_write_is_adopted_in_pieces(dtype: torch.dtype, monkeypatch: pytest.Mo
     assert torch.equal(accumulators[0][5:], before[5:])
 
 
-def test_loading_other_weights_in_the_middle_of_training_goes_on_from_them() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_loading_other_weights_in_the_middle_of_training_goes_on_from_them(kind: Kind) -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
-    optimizer = GRDA(model.parameters(), lr=0.05, c=0.05, mu=0.6)
+    optimizer = kind(model.parameters(), lr=0.05, c=0.05, mu=0.6)
     best = copy.deepcopy(model.state_dict())
     for _ in range(30):
         optimizer.zero_grad()
@@ -1025,14 +1080,15 @@ def test_loading_other_weights_in_the_middle_of_training_goes_on_from_them() -> 
 
 
 @pytest.mark.parametrize("optimizer_first", [True, False])
-def test_a_run_goes_on_bit_for_bit_whichever_is_loaded_first(optimizer_first: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_bit_for_bit_whichever_is_loaded_first(optimizer_first: bool, kind: Kind) -> None:
     whole, first = parameters(), parameters()
-    optimizer, half = (GRDA(params, lr=0.1, c=0.05, mu=0.6, momentum=0.9) for params in (whole, first))
+    optimizer, half = (kind(params, lr=0.1, c=0.05, mu=0.6, momentum=0.9) for params in (whole, first))
     drive(optimizer, whole, range(20))
     drive(half, first, range(10))
     saved, weights = copy.deepcopy(half.state_dict()), [p.detach().clone() for p in first]
     params = parameters()
-    resumed = GRDA(params, lr=0.1, c=0.05, mu=0.6, momentum=0.9)
+    resumed = kind(params, lr=0.1, c=0.05, mu=0.6, momentum=0.9)
     drive(resumed, params, range(3))  # it already has a state of its own
     if optimizer_first:
         resumed.load_state_dict(saved)
@@ -1046,10 +1102,11 @@ def test_a_run_goes_on_bit_for_bit_whichever_is_loaded_first(optimizer_first: bo
 
 
 @pytest.mark.parametrize("by", ["deepcopy", "pickle", "begin", "load"])
-def test_weights_written_before_an_optimizer_first_steps_are_kept(by: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_written_before_an_optimizer_first_steps_are_kept(by: str, kind: Kind) -> None:
     """However the optimizer got its state: from a copy, a pickle, `begin` or `load_state_dict`."""
     weight = nn.Parameter(torch.tensor([1.0, -1.0, 0.01]))
-    optimizer = GRDA([weight], lr=0.1, c=0.1, mu=0.6)
+    optimizer = kind([weight], lr=0.1, c=0.1, mu=0.6)
     if by == "begin":
         optimizer.begin(weight, optimizer.param_groups[0])
     else:
@@ -1098,12 +1155,13 @@ def test_parameters_that_share_their_memory_or_left_their_group_hold_nothing_up(
     drive(optimizer, [other], range(4, 5))
 
 
-def test_weights_loaded_after_a_state_was_asked_for_are_kept() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_loaded_after_a_state_was_asked_for_are_kept(kind: Kind) -> None:
     """torch's distributed checkpoints take a step at a learning rate of zero to find the structure of the state."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model = nn.Linear(3, 2)
-    optimizer = GRDA(model.parameters(), lr=0.1, c=1e-3, mu=0.6)
+    optimizer = kind(model.parameters(), lr=0.1, c=1e-3, mu=0.6)
     get_optimizer_state_dict(model, optimizer)
     with torch.no_grad():
         model.weight.fill_(7.0)
@@ -1128,9 +1186,10 @@ def test_a_graph_that_needs_the_old_weights_is_refused(path: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_parameter_that_was_resized_is_refused(path: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_that_was_resized_is_refused(path: dict[str, Any], kind: Kind) -> None:
     weight = nn.Parameter(torch.ones(6, 3))
-    optimizer = GRDA([weight], lr=0.1, **path)
+    optimizer = kind([weight], lr=0.1, **path)
     weight.grad = torch.ones(6, 3)
     optimizer.step()
     before = optimizer.state[weight]["accumulator"].clone()
@@ -1144,9 +1203,10 @@ def test_a_parameter_that_was_resized_is_refused(path: dict[str, Any]) -> None:
     assert torch.equal(optimizer.state[weight]["accumulator"], before)
 
 
-def test_what_wrappers_keep_in_a_state_is_left_alone() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_wrappers_keep_in_a_state_is_left_alone(kind: Kind) -> None:
     params, others = parameters(), parameters()
-    optimizer, second = (GRDA(each, lr=0.1, c=0.01) for each in (params, others))
+    optimizer, second = (kind(each, lr=0.1, c=0.01) for each in (params, others))
     optimizer.state[params[0]]["z"] = torch.arange(3.0)  # before the first step, as some wrappers do
     drive(optimizer, params, range(2))
     second.load_state_dict(optimizer.state_dict())
@@ -1191,9 +1251,10 @@ def test_parameters_may_get_their_memory_later(path: dict[str, Any], kind: Calla
         torch.testing.assert_close(p.detach(), torch.full((3,), 0.85))
 
 
-def test_sparse_parameters_are_refused() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_sparse_parameters_are_refused(kind: Kind) -> None:
     with pytest.raises(ValueError, match=r"parameter 0 is stored as torch.sparse_coo.*to_dense"):
-        GRDA([nn.Parameter(torch.eye(3).to_sparse())])
+        kind([nn.Parameter(torch.eye(3).to_sparse())])
 
 
 def test_biases_with_a_parametrization_stay_dense_too() -> None:
@@ -1209,9 +1270,10 @@ def test_orthogonal_weights_stay_dense() -> None:
     assert [name for name, _ in prunable_groups(model)[0]["params"]] == ["1.weight"]
 
 
-def test_parameters_of_eight_bits_are_refused() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_of_eight_bits_are_refused(kind: Kind) -> None:
     with pytest.raises(ValueError, match=r"parameter 0 is stored as torch.float8_e4m3fn.*bfloat16 or wider"):
-        GRDA([nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)])
+        kind([nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)])
 
 
 @pytest.mark.parametrize(
@@ -1228,6 +1290,73 @@ def test_a_model_made_double_goes_on_in_double(make: Callable[[nn.Parameter], to
     assert (p < 1).all()  # in float32, the step would be lost
 
 
+def steps_without(bad: set[int], make: Callable[[list[nn.Parameter]], Thresholded]) -> tuple[Thresholded, list[Any]]:
+    """Take eight steps, those in ``bad`` with a gradient that is not finite; return what they lead to."""
+    params = parameters()
+    optimizer = make(params)
+    for step in range(8):
+        for p, grad in zip(params, gradients(step, params), strict=True):
+            p.grad = grad
+        if step in bad:
+            grad = params[step % 2].grad
+            assert grad is not None
+            grad.view(-1)[step] = (math.nan, math.inf, -math.inf)[step % 3]
+        optimizer.step()
+    return optimizer, [params, [optimizer.state[p] for p in params]]
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped so far")
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"skip_nonfinite": False}])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped(
+    kind: Kind, path: dict[str, Any], options: dict[str, Any]
+) -> None:
+    given = {"c": 0.1, "skip_nonfinite": True, **path, **options}
+    optimizer, found = steps_without({0, 2, 5}, lambda params: kind(params, **given))
+    if not given["skip_nonfinite"]:
+        assert any(p.isnan().any() for p in found[0])
+        assert "skipped" not in optimizer.state_dict()["param_groups"][0]
+        return
+    params = parameters()
+    twin = kind(params, **given)
+    for step in (1, 3, 4, 6, 7):
+        drive(twin, params, range(step, step + 1))
+    torch.testing.assert_close(found, [params, [twin.state[p] for p in params]], rtol=0, atol=0)
+    assert optimizer.skipped() == 3
+    assert twin.skipped() == 0
+    saved = saved_and_loaded(optimizer.state_dict())
+    twin.load_state_dict(saved)
+    assert twin.skipped() == saved["param_groups"][0]["skipped"] == 3
+    assert twin.param_groups[0]["skip_nonfinite"]
+    saved["param_groups"][0]["skipped"] = -1
+    with pytest.raises(ValueError, match="skipped=-1 in group 0"):
+        twin.load_state_dict(saved)
+
+
+def test_skipped_steps_are_said_when_their_number_has_doubled() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = GRDA([weight], lr=0.1, skip_nonfinite=True)
+    weight.grad = torch.full((2,), math.nan)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(7):
+            optimizer.step()
+    told = [str(each.message).partition(" skipped")[0] for each in said]
+    assert told == ["1 step was", "2 steps were", "4 steps were"]
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def test_sparse_gradients_that_are_not_finite_are_seen() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = GRDA(table.parameters(), lr=0.1, skip_nonfinite=True)
+    (table(torch.tensor([1, 1])) * math.inf).sum().backward()
+    with pytest.warns(UserWarning, match="1 step was skipped"):
+        optimizer.step()
+    assert table.weight.isfinite().all()
+
+
+SPOILT = int(os.environ.get("SPOILT_STATES", "150"))
 JUNK: list[Any] = [
     None,
     "x",
@@ -1246,16 +1375,17 @@ JUNK: list[Any] = [
 ]
 
 
-def test_a_state_in_which_something_is_spoilt_is_refused_by_a_value_error() -> None:
-    """A thousand states, each with one entry replaced by junk, load or are refused, and change nothing if they are."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_in_which_something_is_spoilt_is_refused_by_a_value_error(kind: Kind) -> None:
+    """States with one entry replaced by junk load or are refused, and change nothing if they are."""
     chance = random.Random(0)
     params = parameters()[:2]
     refused = 0
-    for options in ({"c": 0.1}, {"target": 0.5, "steps": 3}):
-        optimizer = GRDA(params, lr=0.1, momentum=0.5, **options)
+    for options in ({"c": 0.1}, {"target": 0.5, "steps": 3, "c": None, "skip_nonfinite": True}):
+        optimizer = kind(params, lr=0.1, momentum=0.5, **options)
         drive(optimizer, params, range(2))
         saved = optimizer.state_dict()
-        for _ in range(500):
+        for _ in range(SPOILT):
             spoilt: Any = copy.deepcopy(saved)
             place: Any = spoilt
             while True:
@@ -1273,7 +1403,7 @@ def test_a_state_in_which_something_is_spoilt_is_refused_by_a_value_error() -> N
                 assert repr(optimizer.state_dict()) == before
             else:
                 optimizer.load_state_dict(saved)
-    assert refused > 250
+    assert refused > SPOILT // 2
 
 
 def steps_with(c: float, count: int = 301, **options: Any) -> None:

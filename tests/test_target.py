@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from test_optim import saved_and_loaded
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dirprune import GRDA, macs, prunable_groups, sparsity
+from dirprune import GRDA, AdamGRDA, macs, prunable_groups, sparsity
 
 STEPS = 100
 RATES: dict[str, Callable[[int], float]] = {
@@ -395,16 +396,23 @@ def test_a_fixed_c_grows_thresholds_in_proportion_to_the_scale() -> None:
     assert second == pytest.approx(0.1 * 0.1**0.5 * 0.5**0.6)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_c_max_is_where_the_last_weight_that_stands_still_becomes_zero(momentum: float) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        GRDA,
+        partial(GRDA, momentum=0.9),
+        *(partial(AdamGRDA, betas=(0.0, 0.999), weight_decay=0.0, power=power) for power in (0.0, 1.0)),
+    ],
+)
+def test_c_max_is_where_the_last_weight_that_stands_still_becomes_zero(make: Callable[..., Any]) -> None:
     start = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    for factor, expected in ((1.0 + 1e-6, 0), (1.0 - 1e-6, 1)):
+    for factor, expected in ((1.0 + 1e-5, 0), (1.0 - 1e-5, 1)):
         p = nn.Parameter(start.clone())
-        optimizer = GRDA([p], lr=0.01, c=1e-3, mu=0.7, momentum=momentum)
+        optimizer = make([p], lr=0.01, c=1e-3, mu=0.7)
         for step in range(30):
             if step == 10:
                 optimizer.param_groups[0]["c"] = optimizer.c_max(20) * factor
-            p.grad = torch.zeros(50)
+            p.grad = start.flip(0) if step == 0 and isinstance(optimizer, AdamGRDA) else torch.zeros(50)
             optimizer.step()
         assert int((p != 0).sum()) == expected
 

@@ -11,10 +11,12 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from dirprune.optim.base import Thresholded, planned
-from dirprune.optim.paths import refuse_capture
+from dirprune.optim.guard import kept_unless, put_back
+from dirprune.optim.paths import choose_path, fused_obstacle, refuse_capture
 from dirprune.optim.selection import Member, summed
 from dirprune.optim.state import check_shapes, local
-from dirprune.optim.threshold import are_numbers, grow_thresholds, shrink, shrink_all
+from dirprune.optim.threshold import are_numbers, grow_thresholds, shrink, shrink_alike
+from dirprune.optim.update import Rule, Tensors
 
 FLOOR = 0.01
 """What is added to the metric, as a part of its mean: weights without a gradient would have infinite thresholds."""
@@ -45,8 +47,10 @@ class AdamGRDA(Thresholded):
             `relative_threshold` says how strong it is.
         power: p, from 0 (from scratch) to 1 (Adam's own metric); 0.5 for fine-tuning.
         shape: what the threshold leaves of a larger v: ``"soft"``, ``"garrote"`` or ``"hard"`` (for fine-tuning).
-        foreach, fused: force or forbid a path, as in `torch.optim.AdamW`; ``fused`` needs weights on a CPU.
+        foreach, fused: force or forbid a path; by default the fastest for the device (CUDA: fused, else foreach; CPU:
+            one tensor at a time; there, ``fused=True`` takes torch's fused AdamW).
         capturable: keep ``lr``, step and threshold on the device, so that `step` can be captured in a CUDA graph.
+        skip_nonfinite: skip a step if a gradient is infinite or NaN, without waiting for a GPU; `skipped` counts them.
 
     Example:
         >>> model = torch.nn.Linear(4, 2, bias=False)
@@ -86,6 +90,7 @@ class AdamGRDA(Thresholded):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
+        skip_nonfinite: bool = False,
     ) -> None:
         plan = planned(target, steps, c, of, prune_from=prune_from, prune_until=prune_until, fix_at=fix_at)
         if plan is None and c is None:
@@ -109,15 +114,13 @@ class AdamGRDA(Thresholded):
             "foreach": foreach,
             "fused": fused,
             "capturable": capturable,
+            "skip_nonfinite": skip_nonfinite,
         }
         super().__init__(params, defaults)
 
     def _fused_obstacle(self, params: Iterable[Tensor]) -> str | None:
-        on_cpu = all(p.is_cpu and p.is_floating_point() for p in params)
-        return None if on_cpu else "the fused step of AdamGRDA is for weights on a CPU"
-
-    def _scalar_device(self, group: dict[str, Any], p: Tensor) -> torch.device:
-        return p.device if group["capturable"] else torch.device("cpu")
+        params = list(params)
+        return None if _fits_torchs(params) else fused_obstacle(params)
 
     def begin(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = super().begin(p, group)
@@ -126,72 +129,63 @@ class AdamGRDA(Thresholded):
                 state[moment] = torch.zeros_like(state["accumulator"])
         return state
 
-    def _step_group(self, index: int, group: dict[str, Any]) -> None:
-        """Move the accumulators as AdamW would move weights, and let the thresholds grow."""
+    def _step_group(self, index: int, group: dict[str, Any], fine: Tensor | None) -> None:
+        """Move the accumulators as AdamW would move weights, let thresholds grow, and apply those that are alike."""
         params = [p for p in group["params"] if p.grad is not None]
         for device in dict.fromkeys(p.device for p in params):
-            self._move([p for p in params if p.device == device], group)
+            self._update(index, group, [p for p in params if p.device == device], fine)
 
-    def _move(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self.begin(p, group) for p in params]
+    def _update(self, index: int, group: dict[str, Any], params: list[Tensor], fine: Tensor | None) -> None:
+        """Step the parameters of a group that are on one device."""
+        tensors = self._tensors(group, params)
+        if tensors.params[0] is not params[0]:
+            torch.autograd.graph.increment_version(params)  # their shards are written behind autograd's back
+        path = choose_path(group, tensors.params, tensors.grads)
         refuse_capture(group, params[0])
-        vs, means, squares = ([local(s[name]) for s in states] for name in self.PER_ELEMENT)
-        steps = [s["step"] for s in states]
-        grads = [_like(p, v) for p, v in zip(params, vs, strict=True)]
+        if path == "fused":
+            rule = Rule.of(group)
+            self._launcher(index, params[0].device)(tensors, rule._replace(shape="") if _varies(group) else rule, fine)
+            return
         if not torch.compiler.is_compiling():
-            check_shapes([local(p) for p in params], vs)
-        on_host = are_numbers(steps)
-        beta1, beta2 = group["betas"]
-        adamw(
+            check_shapes(tensors.params, tensors.accumulators)
+        changed = tensors.changed()
+        before = kept_unless(fine, changed)
+        _move(tensors, group, foreach=path == "foreach")
+        if not _varies(group):
+            shrink_alike(tensors.params, tensors.accumulators, tensors.thresholds, group["shape"], path == "foreach")
+        put_back(fine, changed, before)
+
+    def _tensors(self, group: dict[str, Any], params: list[Tensor]) -> Tensors:
+        """Return what a step of parameters that have gradients reads and writes."""
+        states = [self.begin(p, group) for p in params]
+        are_fixed = any("pruned" in state for state in states)
+        for state in states if are_fixed else ():  # one was frozen when the zeros were fixed
+            state.setdefault("pruned", torch.zeros_like(state["accumulator"], dtype=torch.bool))
+        vs, means, squares = ([local(state[name]) for state in states] for name in self.PER_ELEMENT)
+        return Tensors(
+            list(map(local, params)),
+            [_like(p, v) for p, v in zip(params, vs, strict=True)],
             vs,
-            grads,
             means,
+            [state["step"] for state in states],
+            [state["threshold"] for state in states],
+            [local(state["pruned"]) for state in states] if are_fixed else [],
             squares,
-            [],
-            steps,
-            foreach=_wants_foreach(group, params[0]),
-            capturable=group["capturable"] and not on_host,
-            fused=bool(group["fused"]),
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=float(group["lr"]) if on_host else group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
         )
-        c = group["c"] * group["scale"] if group["plan"] is None else 0.0  # a plan moves the thresholds itself
-        grow_thresholds(steps, [s["threshold"] for s in states], group["lr"], c, group["mu"], counted=True)
-        for v, state in zip(vs, states, strict=True):
-            if "pruned" in state:
-                v.masked_fill_(local(state["pruned"]), 0.0)
 
     def _threshold_all(self) -> None:
+        """Apply the thresholds that differ from weight to weight, which takes the moments of all of them."""
         scales = self._scales()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            weights = [local(p) for p in params]
-            vs = [local(self.state[p]["accumulator"]) for p in params]
-            taus = [self.state[p]["threshold"] for p in params]
-            if weights[0] is not params[0]:
-                torch.autograd.graph.increment_version(params)  # their shards are written behind autograd's back
-            if any(p in scales for p in params):
-                for p, w, v, tau in zip(params, weights, vs, taus, strict=True):
-                    shrink(v, tau.to(v) * scales[p], group["shape"], out=w)
-            elif not are_numbers(taus):
-                for w, v, tau in zip(weights, vs, taus, strict=True):
-                    shrink(v, tau, group["shape"], out=w)
-            elif _wants_foreach(group, weights[0]):
-                shrink_all(weights, vs, [tau.item() for tau in taus], group["shape"])
-            else:
-                for w, v, tau in zip(weights, vs, taus, strict=True):
-                    shrink(v, tau.item(), group["shape"], out=w)
+        for group in filter(_varies, self.param_groups):
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                v = local(state["accumulator"])
+                bound = state["threshold"].to(v) * scales.get(p, 1.0)
+                shrink(v, bound, group["shape"], out=local(p))
 
     def _scales(self) -> dict[Tensor, float | Tensor]:
         """Return q of every thresholded parameter whose group has a power > 0; q has mean 1 over all of them."""
-        parts = [(p, group) for p, group, *_ in self._thresholded() if group["power"] and "exp_avg_sq" in self.state[p]]
+        parts = [(p, group) for p, group, *_ in self._thresholded() if _varies(group) and "exp_avg_sq" in self.state[p]]
         if not parts:
             return {}
         sizes = [self._metric(p, group) for p, group in parts]
@@ -220,10 +214,44 @@ def _like(p: Tensor, v: Tensor) -> Tensor:
     return dense
 
 
-def _wants_foreach(group: dict[str, Any], p: Tensor) -> bool:
-    if torch.compiler.is_compiling() or group["fused"]:
-        return False
-    return p.is_cuda if group["foreach"] is None else bool(group["foreach"])
+def _varies(group: dict[str, Any]) -> bool:
+    """Return whether the thresholds of a group differ from weight to weight."""
+    return bool(group["power"] and group["c"])
+
+
+def _fits_torchs(params: Iterable[Tensor]) -> bool:
+    """Return whether torch's fused AdamW takes these parameters on the CPU."""
+    return all(p.is_cpu and p.is_floating_point() for p in params)
+
+
+def _move(tensors: Tensors, group: dict[str, Any], *, foreach: bool) -> None:
+    """Take torch's AdamW step on the accumulators, and let the thresholds grow."""
+    steps = tensors.steps
+    on_host = are_numbers(steps)
+    fused = bool(group["fused"]) and _fits_torchs(tensors.accumulators)
+    beta1, beta2 = group["betas"]
+    adamw(
+        tensors.accumulators,
+        tensors.grads,
+        tensors.buffers,
+        tensors.squares,
+        [],
+        steps,
+        foreach=foreach,
+        capturable=not on_host and not fused,
+        fused=fused,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=float(group["lr"]) if on_host else group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+    rule = Rule.of(group)
+    grow_thresholds(steps, tensors.thresholds, rule.lr, rule.c, rule.mu, counted=True)
+    for v, pruned in zip(tensors.accumulators, tensors.pruned, strict=False):
+        v.masked_fill_(pruned, 0.0)
 
 
 def _mean(params: list[Tensor], values: list[Tensor]) -> Tensor:

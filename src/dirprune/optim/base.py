@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from dirprune._support.graphs import is_capturing
-from dirprune._support.rates import place_lr
+from dirprune._support.rates import number, place_lr
+from dirprune.optim.guard import Guard
 from dirprune.optim.options import check_options
 from dirprune.optim.outlook import OUTLOOK_AFTER, warn_of_extremes
 from dirprune.optim.paths import check_parameters, fused_obstacle, scalar_device
@@ -41,6 +43,8 @@ class Thresholded(Optimizer):
         self._versions: list[list[int]] = []
         self._sample: tuple[list[Tensor], Sample] | None = None
         self._taken = 0
+        self._is_recording = False
+        self._guard = Guard()
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -48,7 +52,9 @@ class Thresholded(Optimizer):
         self._versions = []
         self._sample = None
         self._taken = 0
+        self._is_recording = False
         self.__dict__.setdefault("_launchers", {})  # kept when a state is loaded: captured graphs read their tables
+        self.__dict__.setdefault("_guard", Guard())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group.
@@ -91,6 +97,7 @@ class Thresholded(Optimizer):
 
     def progress(self) -> Progress:
         """Return how far the target is reached."""
+        self.skipped()
         plan: Plan | None = self.defaults["plan"]
         if plan is None:
             raise ValueError("progress is that of a target, and there is none; for its zeros, see sparsity(model)")
@@ -114,19 +121,42 @@ class Thresholded(Optimizer):
         taus = sum(float(self.state[p]["threshold"]) * n for (p, *_), n in zip(parts, counts, strict=True))
         return taus / sum(counts) / math.sqrt(squares / sum(counts)) if squares else 0.0
 
+    @torch.no_grad()
+    def c_max(self, steps: int) -> float:
+        """Return the smallest ``c`` that makes every weight zero in so many steps at the present rates.
+
+        It supposes that the accumulators stay as they are: an upper end for a search for ``c``.
+        """
+        largest = 0.0
+        for m, (p, group, scale, _) in zip(self._members(), self._thresholded(), strict=True):
+            rate, mu, state = number(group["lr"]) / (1 - group.get("momentum", 0.0)), group["mu"], self.state[p]
+            tau, n = float(state["threshold"]), float(state["step"])
+            height = float((m.v.abs() / (m.scale / scale)).max()) if m.v.numel() else 0.0  # q > 0 of AdamGRDA
+            growth = scale * max(rate, 0.0) ** (mu + 0.5) * ((n + steps) ** mu - n**mu)
+            gap = max(0.0, height - tau)
+            largest = max(largest, gap / growth if growth > 0 else math.inf)
+        return largest
+
+    def skipped(self) -> int:
+        """Return how many steps ``skip_nonfinite`` has skipped."""
+        return self._guard.skipped
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the plan of a target as plain values."""
-        state = super().state_dict()
+        """Return the state, with the plan of a target as plain values, and how many steps were skipped."""
+        state, skipped = super().state_dict(), self.skipped()
         for group in state["param_groups"]:
             if group["plan"] is not None:
                 group["plan"] = group["plan"].to_dict()
+            if group["skip_nonfinite"] or skipped:
+                group["skipped"] = skipped
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a copy of a state, in the precision it was saved in; it may come from another path or device.
 
         The mathematical options (lr, c, mu, target, …) come from the saved state. The options of execution (foreach,
-        fused, capturable) stay as they are in this optimizer. If the state does not fit, nothing changes.
+        fused, capturable, skip_nonfinite) stay as they are in this optimizer. If the state does not fit, nothing
+        changes.
         """
         check_form(state_dict, type(self).__name__)  # torch copies it first
         loading = Loading(self, self._scalar_device)
@@ -138,6 +168,7 @@ class Thresholded(Optimizer):
         )
         try:
             super().load_state_dict(state_dict)
+            self._guard = Guard(max(group.pop("skipped", 0) for group in self.param_groups))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -172,12 +203,17 @@ class Thresholded(Optimizer):
         if not torch.compiler.is_compiling():
             for group in self.param_groups:
                 check_options(group, wait=False)
-        self._adopt()
-        self._raise_thresholds()
-        for index, group in enumerate(self.param_groups):
-            self._step_group(index, group)
-        self._threshold_all()
-        self._fix_zeros()
+        is_planned = not self._leaves_plan()
+        if is_planned:
+            self._adopt()
+            self._raise_thresholds()
+        fine = self._look_at_gradients()
+        if fine is not False:
+            for index, group in enumerate(self.param_groups):
+                self._step_group(index, group, fine)
+            self._threshold_all()
+        if is_planned:
+            self._fix_zeros()
         if not torch.compiler.is_compiling():
             self._versions = [_versions(group) for group in self.param_groups]
             self._taken += 1
@@ -185,8 +221,78 @@ class Thresholded(Optimizer):
                 warn_of_extremes(self._thresholded(), self.state)
         return loss
 
-    def _step_group(self, index: int, group: dict[str, Any]) -> None:
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the step in a CUDA graph, or rehearse it, in this context: a target then takes no notice of it.
+
+        Replays of the graph belong into `replaying`.
+        """
+        before, self._is_recording = self._is_recording, True
+        try:
+            for p, group, *_ in self._thresholded() if self.defaults["plan"] is not None else ():
+                state = self.begin(p, group)  # a graph has to know the zeros before they are fixed
+                state.setdefault("pruned", torch.zeros_like(state["accumulator"], dtype=torch.bool))
+            yield
+        finally:
+            self._is_recording = before
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Replay a CUDA graph of one step in this context, in which what a graph cannot do is done.
+
+        Before the replay, weights that others have written are noticed and the thresholds of a target grow; after it,
+        its zeros are fixed if it is time. Only then, once in a run, does the host wait for the device.
+        """
+        with torch.no_grad():
+            self._adopt()
+            self._raise_thresholds()
+        yield
+        with torch.no_grad():
+            self._fix_zeros()
+        self._versions = [_versions(group) for group in self.param_groups]
+
+    def _leaves_plan(self) -> bool:
+        """Return whether this step is recorded or rehearsed, and leaves the plan of a target as it is."""
+        plan: Plan | None = self.defaults["plan"]
+        if plan is None or torch.compiler.is_compiling() or self._is_recording:
+            return self._is_recording
+        if any(is_capturing(p.device) for p, *_ in self._thresholded()[:1]):
+            raise RuntimeError(
+                f"a CUDA graph of this step would repeat one threshold of target={plan.target} for ever; record it in "
+                "the context of optimizer.recording(), and replay it in that of optimizer.replaying()"
+            )
+        return False
+
+    def _look_at_gradients(self) -> Tensor | Literal[False] | None:
+        """Return False if the step has to be skipped, or a tensor that says on the device whether it may be taken."""
+        guarded = [
+            p
+            for group in self.param_groups
+            if group["skip_nonfinite"]
+            for p in group["params"]
+            if p.grad is not None and not p.is_meta
+        ]
+        if not guarded:
+            return None
+        fine = self._guard.look(guarded)
+        if torch.compiler.is_compiling() or not fine.is_cpu or any(g["capturable"] for g in self.param_groups):
+            return fine
+        if fine:
+            return None
+        self.skipped()  # which warns
+        return False
+
+    def _step_group(self, index: int, group: dict[str, Any], fine: Tensor | None) -> None:
+        """Step the parameters of a group, unless ``fine`` is 0 on their device."""
         raise NotImplementedError
+
+    def _launcher(self, index: int, device: torch.device) -> Any:
+        key = (index, device)
+        if key not in self._launchers:
+            from dirprune.optim.fused import Launcher
+
+            self._launchers[key] = Launcher()
+        return self._launchers[key]
 
     def _fused_obstacle(self, params: Iterable[Tensor]) -> str | None:
         """Return why the fused path cannot run on these parameters, or None."""
@@ -249,11 +355,6 @@ class Thresholded(Optimizer):
         plan: Plan | None = self.defaults["plan"]
         if plan is None:
             return
-        if any(is_capturing(p.device) for p, *_ in self._thresholded()[:1]):
-            raise RuntimeError(
-                f"a CUDA graph of this step would repeat one threshold of target={plan.target} for ever; take the step "
-                "outside the graph"
-            )
         if plan.step == 0:
             plan.check(self._members())
         if plan.looks:
@@ -265,8 +366,8 @@ class Thresholded(Optimizer):
         if plan.advance():
             followers = [(self.begin(p, group)["threshold"], scale) for p, group, scale, _ in self._thresholded()]
             plan.place(followers[0][0].device)  # a loaded plan may be elsewhere
-            scaled = [plan.threshold if scale == 1 else plan.threshold * scale for _, scale in followers]
-            torch._foreach_copy_([threshold for threshold, _ in followers], scaled)
+            scaled = {scale: plan.threshold * scale for scale in {scale for _, scale in followers}}
+            torch._foreach_copy_([threshold for threshold, _ in followers], [scaled[scale] for _, scale in followers])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _fix_zeros(self) -> None:

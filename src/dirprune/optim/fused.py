@@ -1,8 +1,9 @@
-"""The gRDA step of all tensors in one Triton launch, for CUDA; imported only when used.
+"""The step of GRDA or AdamGRDA on all tensors in one Triton launch, for CUDA; imported only when used.
 
 The addresses of each tensor are a row of a table on the device. The table is sent again only when an address or a
 number in it changes. A program of the kernel handles one chunk of one tensor: it reads g and v, writes v and w, and
-nothing else. Step and threshold of every parameter are on the device too, so that the host never waits.
+nothing else (with Adam, its moments). Step and threshold of every parameter are on the device too, so that the host
+never waits.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _COMPILATION = {"num_warps": 4, "enable_fp_fusion": True}
 """Fused multiply-add rounds once, as in torch's own CUDA kernels."""
 _SPARES = 4
 """Tables allocated ahead, since a capture may not allocate: this many captures can follow one uncaptured step."""
-_COLUMNS = tl.constexpr(8)  # param, grad, accumulator, momentum buffer, pruned, elements, step, threshold
-_HEADER = tl.constexpr(5)  # lr, c, mu, momentum, weight decay, as float64
+_COLUMNS = tl.constexpr(9)  # param, grad, accumulator, buffer, square, pruned, elements, step, threshold
+_HEADER = tl.constexpr(8)  # lr, c, mu, momentum, weight decay, both betas, eps, as float64
 _DTYPE, _KIND = attrgetter("dtype"), attrgetter("device", "dtype")
 _TRITON = {
     torch.float64: tl.float64,
@@ -89,6 +90,7 @@ def _take(  # type: ignore[no-untyped-def]
     grad,
     accumulator,
     buffer,
+    square,
     pruned,
     offsets,
     inside,
@@ -97,6 +99,12 @@ def _take(  # type: ignore[no-untyped-def]
     bound,
     momentum,
     decay,
+    rest,
+    beta2,
+    rest2,
+    correction,
+    eps,
+    ADAM: tl.constexpr,
     MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr,
     WEIGHT_DECAY: tl.constexpr,
@@ -104,35 +112,47 @@ def _take(  # type: ignore[no-untyped-def]
     PRUNED: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """Step the elements at ``offsets``, or only those ``inside`` the tensor.
+    """Step the elements at ``offsets``, or only those ``inside`` the tensor; without a shape, leave the weights alone.
 
     g and v are not read before the next step. They are evicted from the cache first, to leave room for w, which is.
+    With Adam, ``momentum`` is β₁, ``rest`` 1 − β₁ (rounded once), ``rest2`` 1 − β₂, and ``decay`` what v is scaled by;
+    ``lr`` is divided by the correction of the mean, and ``correction`` is the root of that of the square.
     """
     PARAM = param.dtype.element_ty
     STATE = accumulator.dtype.element_ty
     g = tl.load(grad + offsets, mask=inside, other=other, eviction_policy="evict_first").to(STATE)
     if MAXIMIZE:
         g = -g
-    if WEIGHT_DECAY:
-        g += tl.load(param + offsets, mask=inside, other=other).to(STATE) * decay
-    if MOMENTUM:
-        velocity = tl.load(buffer + offsets, mask=inside, other=other) * momentum + g
-        tl.store(buffer + offsets, velocity, mask=inside)
-        g = g + velocity * momentum if NESTEROV else velocity
-    v = tl.load(accumulator + offsets, mask=inside, other=other, eviction_policy="evict_first") - lr * g
+    v = tl.load(accumulator + offsets, mask=inside, other=other, eviction_policy="evict_first")
+    if ADAM:
+        mean = tl.load(buffer + offsets, mask=inside, other=other)
+        mean += rest * (g - mean)
+        s = tl.load(square + offsets, mask=inside, other=other) * beta2 + rest2 * g * g
+        tl.store(buffer + offsets, mean, mask=inside)
+        tl.store(square + offsets, s, mask=inside)
+        v = v * decay - lr * mean / (tl.sqrt(s) / correction + eps)
+    else:
+        if WEIGHT_DECAY:
+            g += tl.load(param + offsets, mask=inside, other=other).to(STATE) * decay
+        if MOMENTUM:
+            velocity = tl.load(buffer + offsets, mask=inside, other=other) * momentum + g
+            tl.store(buffer + offsets, velocity, mask=inside)
+            g = g + velocity * momentum if NESTEROV else velocity
+        v = v - lr * g
     if PRUNED:
         v = tl.where(tl.load(pruned + offsets, mask=inside, other=other) != 0, 0.0, v)
     tl.store(accumulator + offsets, v, mask=inside, eviction_policy="evict_first")
-    # Written so that |v| ≤ τ gives +0.0 and a NaN stays one.
-    if SHAPE == "soft":
-        w = tl.where(v > bound, v - bound, tl.where(v < -bound, v + bound, tl.where(v == v, 0.0, v)))
-    else:
-        left = v - bound * bound / tl.where(v == 0.0, 1.0, v) if SHAPE == "garrote" else v
-        w = tl.where(tl.abs(v) <= bound, 0.0, left)
-    w = w.to(PARAM)
-    if PARAM != STATE:  # a value that underflows in the cast keeps its sign
-        w = tl.where(w == 0.0, 0.0, w)
-    tl.store(param + offsets, w, mask=inside)
+    if SHAPE != "":  # a compiled string is neither true nor false
+        # Written so that |v| ≤ τ gives +0.0 and a NaN stays one.
+        if SHAPE == "soft":
+            w = tl.where(v > bound, v - bound, tl.where(v < -bound, v + bound, tl.where(v == v, 0.0, v)))
+        else:
+            left = v - bound * bound / tl.where(v == 0.0, 1.0, v) if SHAPE == "garrote" else v
+            w = tl.where(tl.abs(v) <= bound, 0.0, left)
+        w = w.to(PARAM)
+        if PARAM != STATE:  # a value that underflows in the cast keeps its sign
+            w = tl.where(w == 0.0, 0.0, w)
+        tl.store(param + offsets, w, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -143,10 +163,12 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
     chunk_count,
     arrivals,
     lr_address,
+    fine_address,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     STATE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    ADAM: tl.constexpr,
     MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr,
     WEIGHT_DECAY: tl.constexpr,
@@ -154,41 +176,59 @@ def _grda_kernel(  # type: ignore[no-untyped-def]
     PRUNED: tl.constexpr,
     SHAPE: tl.constexpr,
     LR_TENSOR: tl.constexpr,
+    GUARDED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if GUARDED and tl.load(fine_address) == 0:  # a gradient is not finite: no program does anything
+        return
     program = tl.program_id(0)
     tensor = tl.load(chunk_tensor + program)
     row = table + _HEADER + tensor * _COLUMNS
     param = _pointer(row, PARAM, ALIGNED)
     grad = _pointer(row + 1, GRAD, ALIGNED)
     accumulator = _pointer(row + 2, STATE, ALIGNED)
-    buffer = _pointer(row + 3, STATE, ALIGNED) if MOMENTUM else accumulator
+    buffer = _pointer(row + 3, STATE, ALIGNED) if MOMENTUM or ADAM else accumulator
+    square = _pointer(row + 4, STATE, ALIGNED) if ADAM else accumulator
     first = tl.load(chunk_index + program).to(tl.int64) * CHUNK
-    pruned = _pointer(row + 4, tl.int8, False) if PRUNED else accumulator
-    elements = tl.load(row + 5)
+    pruned = _pointer(row + 5, tl.int8, False) if PRUNED else accumulator
+    elements = tl.load(row + 6)
 
     lr = tl.load(lr_address).to(tl.float64) if LR_TENSOR else _float64(table)
-    step = _pointer(row + 6, tl.float64, False)
-    threshold = _pointer(row + 7, tl.float64, False)
+    step = _pointer(row + 7, tl.float64, False)
+    threshold = _pointer(row + 8, tl.float64, False)
     n = tl.load(step) + 1.0
     tau = _grown(table, lr, n, tl.load(threshold))
 
-    gamma = lr.to(STATE)
     bound = tau.to(STATE)
-    m = _float64(table + 3).to(STATE)
-    decay = _float64(table + 4).to(STATE)
+    decay = _float64(table + 4)
+    m = _float64(table + 5 if ADAM else table + 3)
+    beta2 = _float64(table + 6)
+    rest = (1.0 - m).to(STATE)
+    rest2 = (1.0 - beta2).to(STATE)
+    correction = rest2
+    if ADAM:
+        decay = 1.0 - lr * decay
+        lr = lr / (1.0 - tl.exp2(n * tl.log2(tl.maximum(m, 1e-300))))
+        correction = tl.sqrt(1.0 - tl.exp2(n * tl.log2(tl.maximum(beta2, 1e-300)))).to(STATE)
+    gamma = lr.to(STATE)
+    m = m.to(STATE)
+    decay = decay.to(STATE)
+    beta2 = beta2.to(STATE)
+    eps = _float64(table + 7).to(STATE)
     # With a mask each thread moves one element at a time instead of 16 bytes: only a tensor's last chunk needs it.
     if first + CHUNK <= elements:
         for start in range(0, CHUNK, BLOCK):
             offsets = first + start + tl.arange(0, BLOCK)
-            _take(param, grad, accumulator, buffer, pruned, offsets, None, None,
-                  gamma, bound, m, decay, MOMENTUM, NESTEROV, WEIGHT_DECAY, MAXIMIZE, PRUNED, SHAPE)  # fmt: skip
+            _take(param, grad, accumulator, buffer, square, pruned, offsets, None, None, gamma, bound, m, decay, rest,
+                  beta2, rest2, correction, eps, ADAM, MOMENTUM, NESTEROV, WEIGHT_DECAY, MAXIMIZE, PRUNED,
+                  SHAPE)  # fmt: skip
     else:
         for start in range(0, CHUNK, BLOCK):
             offsets = first + start + tl.arange(0, BLOCK)
-            _take(param, grad, accumulator, buffer, pruned, offsets, offsets < elements, 0.0,
-                  gamma, bound, m, decay, MOMENTUM, NESTEROV, WEIGHT_DECAY, MAXIMIZE, PRUNED, SHAPE)  # fmt: skip
+            _take(param, grad, accumulator, buffer, square, pruned, offsets, offsets < elements, 0.0, gamma, bound, m,
+                  decay, rest, beta2, rest2, correction, eps, ADAM, MOMENTUM, NESTEROV, WEIGHT_DECAY, MAXIMIZE, PRUNED,
+                  SHAPE)  # fmt: skip
 
     # Every program of a tensor has read n and τ before it reports here; the last one to report writes them.
     tl.debug_barrier()
@@ -203,7 +243,7 @@ class _Launch(NamedTuple):
     """One launch of the kernel."""
 
     tensors: tuple[Tensor, ...]
-    """The kernel's first six arguments."""
+    """The kernel's arguments that lie on the device."""
     kinds: dict[str, Any]
     """Its arguments that are compiled in."""
 
@@ -228,8 +268,8 @@ class Launcher:
         self._launches: list[_Launch] = []
         self._held: tuple[Any, ...] = ()
 
-    def __call__(self, tensors: Tensors, rule: Rule) -> None:
-        """Take one step."""
+    def __call__(self, tensors: Tensors, rule: Rule, fine: Tensor | None = None) -> None:
+        """Take one step, unless ``fine`` says on the device that it must not be taken."""
         device = tensors.params[0].device
         lr = rule.lr
         if isinstance(lr, Tensor) and lr.device != device:
@@ -238,14 +278,15 @@ class Launcher:
         signature = (
             lr.data_ptr() if isinstance(lr, Tensor) else lr,
             rule[1:],
+            fine is None or fine.data_ptr(),
             _stream(device),
             *_whereabouts(tensors),
         )
         if signature != self._signature:
-            self._launches, moved = self._plan(tensors, rule, lr)
+            self._launches, moved = self._plan(tensors, rule, lr, fine)
             self._signature = None if moved else signature
             # An address identifies a tensor only as long as it lives.
-            self._held = (*map(list, tensors[2:]), lr)
+            self._held = (*map(list, tensors[2:]), lr, fine)
         if is_capturing(device):
             self._captured.append((self._launches, self._held))  # what a graph reads must live as long as the graph
         for launch in self._launches:
@@ -256,11 +297,14 @@ class Launcher:
             p.copy_(w)
         torch.autograd.graph.increment_version(tensors.params)  # autograd does not see a kernel's writes
 
-    def _plan(self, tensors: Tensors, rule: Rule, lr: float | Tensor) -> tuple[list[_Launch], list[_Moved]]:
+    def _plan(
+        self, tensors: Tensors, rule: Rule, lr: float | Tensor, fine: Tensor | None
+    ) -> tuple[list[_Launch], list[_Moved]]:
         """Return the launches of a step, one for each combination of dtypes, and what they move to another layout."""
         params, grads, accumulators = tensors[:3]
         check_shapes(params, accumulators)
         flags = {
+            "ADAM": rule.betas is not None,
             "MOMENTUM": rule.momentum != 0,
             "NESTEROV": rule.nesterov,
             "WEIGHT_DECAY": rule.weight_decay != 0,
@@ -268,8 +312,11 @@ class Launcher:
             "PRUNED": bool(tensors.pruned),
             "SHAPE": rule.shape,
             "LR_TENSOR": isinstance(lr, Tensor),
+            "GUARDED": fine is not None,
         }
-        scalars = [0.0 if isinstance(lr, Tensor) else lr, rule.c, rule.mu, rule.momentum, rule.weight_decay]
+        rate = 0.0 if isinstance(lr, Tensor) else lr
+        betas = rule.betas or (0.0, 0.0)
+        scalars = [rate, rule.c, rule.mu, rule.momentum, rule.weight_decay, *betas, rule.eps]
         kinds: dict[tuple[torch.device, torch.dtype, torch.dtype, torch.dtype], list[int]] = {}
         for i, (p, g, v) in enumerate(zip(params, grads, accumulators, strict=True)):
             kinds.setdefault((p.device, p.dtype, g.dtype, v.dtype), []).append(i)
@@ -279,23 +326,24 @@ class Launcher:
             rows = [self._row(tensors, i, moved) for i in members]
             table = self._send([*map(_bits, scalars), *(cell for row in rows for cell in row)], device)
             types = {"PARAM": _TRITON[param_dtype], "GRAD": _TRITON[grad_dtype], "STATE": _TRITON[state_dtype]}
-            aligned = all(address % 16 == 0 for row in rows for address in row[:4])
-            chunks = self._map(tuple(row[5] for row in rows), device)
-            rate = lr if isinstance(lr, Tensor) else table
-            launches.append(_Launch((table, *chunks, rate), {**types, **flags, "ALIGNED": aligned}))
+            aligned = all(address % 16 == 0 for row in rows for address in row[:5])
+            chunks = self._map(tuple(row[6] for row in rows), device)
+            given = (table, *chunks, lr if isinstance(lr, Tensor) else table, table if fine is None else fine)
+            launches.append(_Launch(given, {**types, **flags, "ALIGNED": aligned}))
         return launches, moved
 
     def _row(self, tensors: Tensors, i: int, moved: list[_Moved]) -> list[int]:
         """Return a parameter's row of the table; what is not laid out as the accumulator is goes to a copy that is."""
         p, grad, v = (tensors[k][i] for k in range(3))
-        buffer = tensors.buffers[i] if tensors.buffers else v
+        buffer, square = (each[i] if each else v for each in (tensors.buffers, tensors.squares))
         step, threshold = tensors.steps[i], tensors.thresholds[i]
         pruned = tensors.pruned[i] if tensors.pruned else v
-        check_devices(p, grad, v, buffer, pruned, step, threshold)
+        check_devices(p, grad, v, buffer, square, pruned, step, threshold)
         w, g = (t if _same_layout(t, v) else torch.empty_like(v, dtype=t.dtype).copy_(t) for t in (p, grad))
         if w is not p or g is not grad:
             moved.append((p, w, g))
-        return [*map(Tensor.data_ptr, (w, g, v, buffer, pruned)), v.numel(), step.data_ptr(), threshold.data_ptr()]
+        per_element = map(Tensor.data_ptr, (w, g, v, buffer, square, pruned))
+        return [*per_element, v.numel(), step.data_ptr(), threshold.data_ptr()]
 
     def _map(self, sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
         """Return the tensor and the chunk of each program, the number of programs per tensor, and arrival counters."""
@@ -339,7 +387,7 @@ class Launcher:
 
 def _whereabouts(tensors: Tensors) -> Iterator[list[Any]]:
     """Yield all that decides where the kernel reads and writes; with `map`, because it runs in every step."""
-    for per_element in (*tensors[:4], tensors.pruned):
+    for per_element in (*tensors[:4], tensors.pruned, tensors.squares):
         yield list(map(Tensor.data_ptr, per_element))
     yield list(map(Tensor.numel, tensors.params))
     for replaceable in tensors[:2]:  # others may replace parameters and gradients

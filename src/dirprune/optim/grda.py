@@ -6,7 +6,6 @@ The class follows the conventions of torch optimizers. The equations alone are i
 
 from __future__ import annotations
 
-import math
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from dirprune._support.rates import number
 from dirprune.optim.base import Thresholded, planned
+from dirprune.optim.guard import kept_unless, put_back
 from dirprune.optim.paths import choose_path, refuse_capture
 from dirprune.optim.state import check_shapes, local
 from dirprune.optim.update import Rule, Tensors, take_step
@@ -64,6 +63,7 @@ class GRDA(Thresholded):
         foreach, fused: force or forbid a path; by default the fastest for the device (CUDA: fused, else foreach; CPU:
             one tensor at a time).
         capturable: keep ``lr``, step and threshold on the device, so that `step` can be captured in a CUDA graph.
+        skip_nonfinite: skip a step if a gradient is infinite or NaN, without waiting for a GPU; `skipped` counts them.
 
     Example:
         >>> model = nn.Linear(4, 2, bias=False)
@@ -102,6 +102,7 @@ class GRDA(Thresholded):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
+        skip_nonfinite: bool = False,
     ) -> None:
         if misplaced:
             given: object = misplaced[0]
@@ -127,25 +128,9 @@ class GRDA(Thresholded):
             "foreach": foreach,
             "fused": fused,
             "capturable": capturable,
+            "skip_nonfinite": skip_nonfinite,
         }
         super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def c_max(self, steps: int) -> float:
-        """Return the smallest ``c`` that makes every weight zero in so many steps at the present rates.
-
-        It supposes that the accumulators stay as they are: an upper end for a search for ``c``.
-        """
-        largest = 0.0
-        for group in self.param_groups:
-            rate, mu = number(group["lr"]) / (1 - group["momentum"]), group["mu"]
-            for p in group["params"] if group["c"] else ():
-                state = self.begin(p, group)
-                v, tau, n = state["accumulator"], float(state["threshold"]), float(state["step"])
-                gap = max(0.0, float(v.abs().max()) - tau) if v.numel() else 0.0
-                growth = group["scale"] * rate ** (mu + 0.5) * ((n + steps) ** mu - n**mu)
-                largest = max(largest, gap / growth if growth > 0 else math.inf)
-        return largest
 
     def _init_group(
         self,
@@ -190,31 +175,26 @@ class GRDA(Thresholded):
             for tensors in (params, grads, accumulators, buffers, pruned):
                 tensors[:] = map(local, tensors)
 
-    def _step_group(self, index: int, group: dict[str, Any]) -> None:
-        tensors = Tensors([], [], [], [], [], [], [])
-        self._init_group(group, *tensors)
+    def _step_group(self, index: int, group: dict[str, Any], fine: Tensor | None) -> None:
+        tensors = Tensors.none()
+        self._init_group(group, *tensors[:7])
         for on_one_device in tensors.by_device():
-            self._update(index, group, on_one_device)
+            self._update(index, group, on_one_device, fine)
 
-    def _update(self, index: int, group: dict[str, Any], tensors: Tensors) -> None:
+    def _update(self, index: int, group: dict[str, Any], tensors: Tensors, fine: Tensor | None) -> None:
         """Step the parameters of a group that are on one device."""
         params, grads, accumulators = tensors[:3]
         path = choose_path(group, params, grads)
         refuse_capture(group, params[0])
         if path == "fused":
-            self._launcher(index, params[0].device)(tensors, Rule.of(group))
+            self._launcher(index, params[0].device)(tensors, Rule.of(group), fine)
             return
         if not torch.compiler.is_compiling():
             check_shapes(params, accumulators)
+        changed = tensors.changed()
+        before = kept_unless(fine, changed)
         take_step(tensors, Rule.of(group), foreach=path == "foreach", capturable=group["capturable"])
-
-    def _launcher(self, index: int, device: torch.device) -> Any:
-        key = (index, device)
-        if key not in self._launchers:
-            from dirprune.optim.fused import Launcher
-
-            self._launchers[key] = Launcher()
-        return self._launchers[key]
+        put_back(fine, changed, before)
 
 
 def _laid_out(grad: Any, p: Tensor) -> Tensor:

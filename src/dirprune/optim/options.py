@@ -13,9 +13,12 @@ from torch import Tensor
 from dirprune._support.rates import number
 from dirprune.optim.threshold import SHAPES
 
-MACHINE = ("foreach", "fused", "capturable")
+MACHINE = ("foreach", "fused", "capturable", "skip_nonfinite")
 """Options that say how a step is executed on this machine."""
-MATHEMATICS = ("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize", "shape", "rescale", "decay")
+MATHEMATICS = (
+    *("lr", "c", "mu", "momentum", "nesterov", "weight_decay", "maximize", "shape", "rescale", "decay"),
+    *("betas", "eps"),
+)
 """Options that say what a step computes."""
 _NUMBERS = {
     "lr": 0.1,
@@ -44,7 +47,7 @@ def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
         if not isinstance(value, Real):
             raise ValueError(f"{name}={value!r} is not a number; give one, e.g. {name}={example:g}")
         options[name] = number(value)  # a numpy number or a Fraction could not be saved with the state
-    for name in {"nesterov", "maximize", "rescale"} & options.keys():
+    for name in {"nesterov", "maximize", "rescale", "skip_nonfinite"} & options.keys():
         if not isinstance(options[name], int):
             raise ValueError(f"{name}={options[name]!r} is neither True nor False")
     lr = options["lr"]

@@ -19,7 +19,7 @@ def choose_path(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence
     """Return the requested path, or else the fastest that can run; sparse gradients and compilers get "single"."""
     if torch.compiler.is_compiling() or any(map(_IS_SPARSE, grads)):
         return "single"
-    fits = not group["rescale"] and group["decay"] == "weights"
+    fits = not group.get("rescale") and group.get("decay") != "accumulator"
     if fits and wants_fused(group, params[0]) and fused_obstacle(params) is None:
         return "fused"
     foreach = params[0].is_cuda if group["foreach"] is None else group["foreach"]
@@ -33,7 +33,9 @@ def wants_fused(group: dict[str, Any], p: Tensor) -> bool:
 
 def scalar_device(group: dict[str, Any], p: Tensor) -> torch.device:
     """Return the device for a parameter's step and threshold: the one where its path reads them."""
-    on_device = group["capturable"] or (wants_fused(group, p) and fused_obstacle([p]) is None)
+    on_device = (
+        group["capturable"] or group["skip_nonfinite"] or (wants_fused(group, p) and fused_obstacle([p]) is None)
+    )
     return p.device if on_device else torch.device("cpu")
 
 

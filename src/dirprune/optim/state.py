@@ -109,6 +109,9 @@ def check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         for key in MACHINE:
             if not isinstance(saved.get(key), (bool, type(None))):
                 raise ValueError(f"state_dict has {key}={saved[key]!r} in group {index}; give True, False or None")
+        skipped = saved.get("skipped", 0)
+        if not isinstance(skipped, int) or not 0 <= skipped < 2**63:
+            raise ValueError(f"state_dict has skipped={skipped!r} in group {index}; give a number of steps")
         _check_plan(group["plan"], saved)
         check_options({**group, **saved, **{key: group[key] for key in MACHINE}})
         for saved_id, p in zip(saved["params"], group["params"], strict=True):
@@ -195,6 +198,8 @@ def put_state(state: dict[str, Any], before: dict[str, Any], loaded: dict[str, A
         if isinstance(own, Tensor) and isinstance(value, Tensor) and _kind(own) == _kind(value):
             value = own.copy_(value)
         state[key] = value
+    if "pruned" in before and "pruned" not in loaded:
+        state["pruned"] = before["pruned"].zero_()
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
@@ -302,6 +307,7 @@ def fix_zeros(p: Tensor, state: dict[str, Any], zeros: Tensor, tau: Tensor, shap
     left = torch.where(left.abs() < least, torch.where(v < 0, -least, least), left)
     v.copy_(left.masked_fill_(zeros, 0.0))
     w.copy_(v)
-    state["pruned"] = torch.zeros_like(state["accumulator"], dtype=torch.bool)
-    local(state["pruned"]).copy_(zeros)
+    if "pruned" not in state:
+        state["pruned"] = torch.zeros_like(state["accumulator"], dtype=torch.bool)
+    local(state["pruned"]).copy_(zeros)  # in place: a CUDA graph may read it there
     state["threshold"].zero_()

@@ -64,7 +64,9 @@ class Plan:
                 f"prune_from={self.prune_from} and prune_until={self.prune_until} are no part of the run; give "
                 "0 ≤ prune_from < prune_until ≤ 1, e.g. 0.1 and 0.7"
             )
-        if self.fix_at is not None and not self.prune_until <= self.fix_at <= 1:
+        if self.fix_at is not None and not (
+            isinstance(self.fix_at, (int, float)) and self.prune_until <= self.fix_at <= 1
+        ):
             raise ValueError(
                 f"fix_at={self.fix_at} is not between prune_until={self.prune_until} and 1; the zeros are fixed when "
                 "their number is reached, or later"

@@ -103,6 +103,16 @@ def shrink_all(params: list[Tensor], vs: list[Tensor], taus: list[float], shape:
             p.copy_(s).add_(ZERO)  # a value that underflows in the cast keeps its sign: −0.0 + 0.0 = +0.0
 
 
+def shrink_alike(params: list[Tensor], vs: list[Tensor], thresholds: list[Tensor], shape: str, together: bool) -> None:
+    """Write what a threshold for each tensor leaves of the accumulators; ``together`` in a few launches for all."""
+    taus = [tau.item() for tau in thresholds] if are_numbers(thresholds) else None
+    if together and taus is not None:
+        shrink_all(params, vs, taus, shape)
+        return
+    for p, v, tau in zip(params, vs, taus or thresholds, strict=True):
+        shrink(v, tau, shape, out=p)
+
+
 def unscaled(w: Tensor, v: Tensor, tau: Tensor) -> Tensor:
     """Return what has to be left of an accumulator that is near v, so that its rescaling gives w.
 

@@ -29,6 +29,17 @@ class Tensors(NamedTuple):
     """Like the steps float64 scalars: on the host, or on the parameters' device, where no step waits for the host."""
     pruned: list[Tensor]
     """True where a weight is zero for good; empty as long as none is."""
+    squares: list[Tensor]
+    """Adam's second moments, whose first ones are then the buffers; else empty."""
+
+    def changed(self) -> list[Tensor]:
+        """Return the tensors that a step changes."""
+        return [*self.params, *self.accumulators, *self.buffers, *self.steps, *self.thresholds, *self.squares]
+
+    @classmethod
+    def none(cls) -> Tensors:
+        """Return lists to be filled."""
+        return cls(*([] for _ in cls._fields))
 
     def by_device(self) -> list[Tensors]:
         """Split the lists by the device of the parameters; usually there is one device."""
@@ -56,11 +67,14 @@ class Rule(NamedTuple):
     shape: str = "soft"
     rescale: bool = False
     decay: str = "weights"
+    betas: tuple[float, float] | None = None
+    """Of Adam's moments; without them the step is SGD's."""
+    eps: float = 0.0
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> Rule:
         """Return the rule of a parameter group; where there is a target, its plan moves the threshold."""
-        rule = cls(*[group[name] for name in MATHEMATICS])
+        rule = cls(**{name: group[name] for name in MATHEMATICS if name in group})
         return rule._replace(c=rule.c * group["scale"] if group["plan"] is None else 0.0)
 
 

@@ -176,6 +176,10 @@ class CapturedStep:
     ) -> None:
         self.optimizer = optimizer
         self.tally = tally
+        # What the plan of a target does on the host is done around the replays.
+        self._recording, self._replaying = (
+            getattr(optimizer, name, nullcontext) for name in ("recording", "replaying")
+        )
         self._plain = PlainStep(model, optimizer, tally, execution, penalty)
         self._replay = Captured(
             self._step,
@@ -202,11 +206,13 @@ class CapturedStep:
 
     def _step(self, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor | None]]:
         """Take a step, and return the parameters with the tensors that hold their gradients."""
-        self._plain(inputs, targets)
+        with self._recording():
+            self._plain(inputs, targets)
         return [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
 
     def __call__(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> None:
-        gradients = self._replay(inputs, targets)
+        with self._replaying():
+            gradients = self._replay(inputs, targets)
         if gradients is not self._latest:  # let p.grad be the gradient of this step, as after a plain step
             self._latest = gradients
             for p, gradient in gradients:

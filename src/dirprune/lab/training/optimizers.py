@@ -46,7 +46,7 @@ class OptimizerSpec:
     ``name`` is what users type, ``label`` and ``title`` what tables and figures show, ``cost`` what it needs besides
     the epochs that all have, ``decides`` the options on which the sparsity depends, and ``knob`` the one to vary, None
     if nothing is pruned. ``dense`` names the optimizer that does the same without pruning, ``targeted`` the one that
-    meets a target. ``can_be_captured`` says whether a CUDA graph may repeat its step.
+    meets a target.
     """
 
     name: ClassVar[str]
@@ -57,7 +57,6 @@ class OptimizerSpec:
     knob: ClassVar[str | None] = None
     dense: ClassVar[str]
     targeted: ClassVar[str]
-    can_be_captured: ClassVar[bool] = True
 
     lr: float
     weight_decay: float
@@ -194,7 +193,6 @@ class TargetGrda(Sgd):
     cost: ClassVar[str] = f"{Grda.cost}, and a look at all weights every 20 steps"
     decides: ClassVar[tuple[str, ...]] = ("sparsity",)
     knob: ClassVar[str | None] = "sparsity"
-    can_be_captured: ClassVar[bool] = False
 
     sparsity: float = 0.9
     of: str = "weights"
@@ -212,8 +210,13 @@ class TargetGrda(Sgd):
     def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
         groups = _to_prune(model, self.exempt, self.of, plan)
         phases = {"target": self.sparsity, "prune_from": self.prune_from, "prune_until": self.prune_until}
-        options: Any = {**phases, "steps": plan.steps if plan else None, "shape": self.shape}
+        options: Any = {**phases, **_following(plan), "shape": self.shape}
         return GRDA(groups, lr=self.lr, of=MEASURES[self.of], **options, **self._inertia())
+
+
+def _following(plan: Plan | None) -> dict[str, Any]:
+    """Return the options that an optimizer with a target takes from the plan of the training."""
+    return {"steps": plan.steps, "capturable": plan.captured_on is not None} if plan else {}
 
 
 def _to_prune(model: nn.Module, exempt: tuple[str, ...], of: str, plan: Plan | None) -> list[dict[str, Any]]:
@@ -275,7 +278,6 @@ class TargetAdamGrda(Adamw):
     cost: ClassVar[str] = TargetGrda.cost
     decides: ClassVar[tuple[str, ...]] = ("sparsity",)
     knob: ClassVar[str | None] = "sparsity"
-    can_be_captured: ClassVar[bool] = False
 
     sparsity: float = 0.9
     of: str = "weights"
@@ -298,7 +300,7 @@ class TargetAdamGrda(Adamw):
             "prune_until": self.prune_until,
             "fix_at": self.fix_at,
         }
-        options: Any = {**phases, "steps": plan.steps if plan else None, "power": self.power, "shape": self.shape}
+        options: Any = {**phases, **_following(plan), "power": self.power, "shape": self.shape}
         made = AdamGRDA(_to_prune(model, self.exempt, self.of, plan), lr=self.lr, **options, **self._moments())
         return self._clipped(made)
 

@@ -69,8 +69,7 @@ class Recipe:
 
     def execution(self, device_type: str) -> Execution:
         """Return how steps run on this kind of device."""
-        chosen = self.cuda if device_type == "cuda" else self.cpu
-        return chosen if self.optimizer.can_be_captured else replace(chosen, capture=False)
+        return self.cuda if device_type == "cuda" else self.cpu
 
     @property
     def pruner(self) -> OptimizerSpec | MethodSpec:
