@@ -75,6 +75,20 @@ def objects(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+def test_texts_of_others_are_shown_as_they_are_and_command_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    output, text = Output(), "[red]x[/blue][/] :smile: \x1b]0;title\x07\ud800"
+    output.table(text, (text,), [(text,)])
+    output.tell(text)
+    console.say(text)
+    shown = "[red]x[/blue][/] :smile: �]0;title��"
+    said = capsys.readouterr()
+    assert said.out.count(shown) == 4
+    assert said.err == shown + "\n"
+    with Progress(*console._columns(80), console=Console(file=(drawn := io.StringIO()), force_terminal=True)) as bar:
+        bar.add_task("[/blue] run", total=1, note="", unit="")
+    assert "[/blue] run" in drawn.getvalue()
+
+
 def flat(options: dict[str, Any]) -> list[Any]:
     return [word for pair in options.items() for word in pair]
 

@@ -26,7 +26,7 @@ from dirprune import sparsity
 from dirprune.lab.data.loader import Loader
 from dirprune.lab.methods import MethodSpec
 from dirprune.lab.records import checkpoint
-from dirprune.lab.records.checkpoint import CheckpointWarning
+from dirprune.lab.records.checkpoint import CheckpointWarning, CorruptCheckpoint
 from dirprune.lab.records.files import InUse
 from dirprune.lab.training import experiment, recipes, runs
 from dirprune.lab.training.execution import Execution
@@ -634,6 +634,14 @@ STRANGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a list": (lambda state: list(state), "holds a list, not the state of a run"),
     "no weights": (without("model"), "holds no model of a run"),
     "weights in a list": (having("model", []), "holds no model of a run, but a list"),
+    "a number for a name": (having("model", {7: torch.zeros(3)}), "holds a tensor called 7"),
+    "a name for the terminal": (having("model", {"\x1b[2J": torch.zeros(3)}), r"holds a tensor called '\\x1b\[2J'"),
+    "a tensor without values": (
+        having("model", {"conv1.weight": torch.zeros(3, device="meta")}),
+        "holds no dense tensor as 'conv1.weight'",
+    ),
+    "training in a list": (having("training", []), "holds no training of a run, but a list"),
+    "a method in a list": (having("method", [1]), "holds no method of a run, but a list"),
     "a text for a tensor": (having("model", {"conv1.weight": "zeros"}), "holds no dense tensor as 'conv1.weight'"),
     "no optimizer": (without("optimizer"), "holds no optimizer of a run"),
     "no recipe": (without("recipe"), "holds no recipe of a run"),
@@ -652,3 +660,46 @@ def test_a_checkpoint_of_something_else_costs_an_epoch_and_no_more(name: str, tm
     checkpoint.save(run.checkpoints, 2, spoil(state))
     with pytest.warns(CheckpointWarning, match=rf"going back to .*epoch-0001.pt.*epoch-0002.pt {said}"):
         assert [record.epoch for record in conduct(run, Surroundings(CPU))] == [2, 3]
+
+
+PARTLY: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "an optimizer of nothing": (having("optimizer", {}), r"state_dict has the keys \[\]"),
+    "training of another": (having("training", {"a": torch.zeros(3)}), r"Error\(s\) in loading state_dict"),
+    "a method too many": (having("method", {"masks": torch.zeros(3)}), r"state has \['masks'\], and sgd needs \[\]"),
+}
+
+
+@pytest.mark.parametrize("name", PARTLY)
+def test_a_checkpoint_that_cannot_be_continued_from_is_named_with_the_remedy(name: str, tmp_path: Path) -> None:
+    spoil, said = PARTLY[name]
+    run = runs.create(tmp_path / "run", replace(SHORT, epochs=3))
+    list(conduct(run, Surroundings(CPU, save_every=1, stopping=after(2))))
+    path = checkpoint.path_of(run.checkpoints, 2)
+    checkpoint.save(run.checkpoints, 2, spoil(checkpoint.load(path)))
+    with pytest.raises(CorruptCheckpoint, match=rf"epoch-0002.pt cannot be continued from: {said}.*; remove it"):
+        next(conduct(run, Surroundings(CPU)))
+    path.unlink()
+    assert [record.epoch for record in conduct(run, Surroundings(CPU))] == [2, 3]
+
+
+def test_a_configuration_that_does_not_say_how_it_prunes_is_not_continued(tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", SHORT)
+    config = run.folder / "config.json"
+    values = json.loads(config.read_text())
+    del values["optimizer"]["c"]
+    config.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"config.json does not say c; restore it"):
+        next(conduct(runs.load(run.folder), Surroundings(CPU)))
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="start has the control character"):
+        runs.create(tmp_path / "run", replace(SHORT, start="\x1b[2J"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("data", ["x" * 5000, "\ud800"])
+def test_a_folder_of_data_that_cannot_be_is_none(data: str, tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", SHORT)
+    (run.folder / "environment.json").write_text(json.dumps([{"data": data}]))
+    assert run.last_root() is None

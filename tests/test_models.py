@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dirprune.lab import trust
+from dirprune.lab import models, trust
 from dirprune.lab.models import NAMES, build, resnet18, resnet50, small, vgg16, wide_resnet
 
 Weights = dict[str, Tensor]
@@ -385,10 +385,17 @@ def test_wide_resnets_of_any_size_build_by_name() -> None:
     assert wide.get_submodule("layer3.1.conv2").weight.shape == (192, 192, 3, 3)
 
 
+def test_a_network_that_memory_cannot_hold_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models._FAMILIES, "wrn", lambda *_: torch.empty(2**60))
+    with pytest.raises(ValueError, match=r"model='wrn10x99' cannot be built: .*; take a smaller one"):
+        build("wrn10x99", 10)
+
+
 @pytest.mark.parametrize(
     ("name", "classes", "words"),
     [
         *((f"wrn{depth}x1", 10, f"depth={depth} is not 6n") for depth in (4, 9, 27, 29)),
+        ("wrn40000x1", 10, "there is no model 'wrn40000x1'"),
         ("wrn28x0", 10, "width=0"),
         *(
             (name, 10, rf"no model '{name}'. Did you mean '{nearest}'\?.*{', '.join(NAMES)}")

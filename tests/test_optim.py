@@ -1372,6 +1372,10 @@ JUNK: list[Any] = [
     object(),
     torch.ones(3, 3),
     torch.tensor(1j),
+    torch.tensor(1e308, dtype=torch.float64),
+    torch.zeros((), device="meta"),
+    torch.zeros(2, 3, device="meta"),
+    torch.ones(2, 3).to_sparse(),
 ]
 
 
@@ -1379,7 +1383,7 @@ JUNK: list[Any] = [
 def test_a_state_in_which_something_is_spoilt_is_refused_by_a_value_error(kind: Kind) -> None:
     """States with one entry replaced by junk load or are refused, and change nothing if they are."""
     chance = random.Random(0)
-    params = parameters()[:2]
+    params = [nn.Parameter(torch.randn(2, 3)) for _ in range(2)]
     refused = 0
     for options in ({"c": 0.1}, {"target": 0.5, "steps": 3, "c": None, "skip_nonfinite": True}):
         optimizer = kind(params, lr=0.1, momentum=0.5, **options)

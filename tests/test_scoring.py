@@ -60,6 +60,12 @@ def trained(run: Run) -> nn.Module:
     return bench.model.eval()
 
 
+def test_weights_of_another_network_are_refused(run: Run) -> None:
+    bench = subject(run.recipe, QUICK, device=CPU)
+    with pytest.raises(ValueError, match=r"in the network of config.json but not in there: these are different"):
+        bench.load({"weight": torch.zeros(3)}, "there")
+
+
 def losses(run: Run, model: nn.Module) -> tuple[float, float]:
     """Return training loss and test accuracy, each computed in one batch."""
     bench = subject(run.recipe, Lanczos(batch_size=2000), device=CPU)

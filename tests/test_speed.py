@@ -13,7 +13,7 @@ from test_runtime import Everything, thin
 
 from dirprune import deploy
 from dirprune.deploy import building, saving
-from dirprune.lab.records import provenance
+from dirprune.lab.records import checkpoint, provenance
 from dirprune.lab.studies.deployment import speed
 from dirprune.lab.studies.deployment.peers import OURS, Peer, Twin
 from dirprune.lab.training import recipes, runs
@@ -51,6 +51,17 @@ def test_a_run_is_measured_beside_torch(tmp_path: Path, monkeypatch: pytest.Monk
     assert {"conv1", "conv2", "conv3", "fc1", "fc2"} <= layers
     assert (run.folder / "speed" / "speed.png").stat().st_size > 1000
     assert provenance.sessions(run.folder / "speed")[0].device
+
+
+def test_a_run_whose_network_is_not_the_one_of_its_configuration_is_refused(tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", recipes.get("digits-short"))
+    for weights, said in (
+        ({"fc.weight": torch.ones(10, 4)}, "has no convolutional network"),
+        ({"conv1.weight": torch.ones(16, 1, 3, 3)}, "is in the network of config.json but not in .*run: these are"),
+    ):
+        checkpoint.save(run.checkpoints, 1, {"model": weights})
+        with pytest.raises(ValueError, match=said):
+            speed.saved(run.folder, tmp_path / "net.safetensors", trusted=False)
 
 
 def test_a_runtime_that_fails_is_left_out_and_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,15 @@ class Hostile:
         (lambda path: None, "does not exist; name a run"),
         (lambda path: path.write_bytes(b"abc"), "cannot be read"),
         (lambda path: torch.save([1], path), "it holds a list"),
-        (lambda path: torch.save({"weights": Hostile()}, path), "cannot be read"),
+        (
+            lambda path: torch.save({"weights": Hostile()}, path),
+            "more than tensors and plain values, none of which was",
+        ),
+        (lambda path: torch.save({7: torch.zeros(3)}, path), "no weight that fits this network"),
+        (
+            lambda path: torch.save({"conv1.weight": torch.zeros(16, 1, 3, 3, device="meta")}, path),
+            "no weight that fits this network",
+        ),
         (
             lambda path: torch.save({"other.weight": torch.zeros(3)}, path),
             "no weight that fits this network.*other.weight",

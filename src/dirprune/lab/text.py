@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 NOTHING = "–"  # a table cell without a value
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Characters that command a terminal, and halves of characters, which nothing can print."""
+
+
+def printable(text: str) -> str:
+    """Return a text, perhaps out of the file of somebody else, without what would command the terminal.
+
+    >>> printable("small\\x1b[2J")
+    'small�[2J'
+    """
+    return CONTROL.sub("�", text)
 
 
 def duration(seconds: float) -> str:

@@ -22,6 +22,7 @@ from dirprune.optim.threshold import CHUNK, grow_back, shrink, unscaled
 _PER_ELEMENT = ("accumulator", "momentum_buffer", "exp_avg", "exp_avg_sq", "pruned")
 _PER_PARAMETER = ("step", "threshold")
 _SHAPE = attrgetter("shape")
+_MOST = torch.finfo(torch.float32).max
 
 
 def first_state(p: Tensor, scalar_device: torch.device) -> dict[str, Tensor]:
@@ -112,6 +113,9 @@ def check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         skipped = saved.get("skipped", 0)
         if not isinstance(skipped, int) or not 0 <= skipped < 2**63:
             raise ValueError(f"state_dict has skipped={skipped!r} in group {index}; give a number of steps")
+        options = [*saved.items(), *(saved["plan"].items() if isinstance(saved.get("plan"), dict) else ())]
+        if empty := [key for key, value in options if isinstance(value, Tensor) and not _holds_numbers(value)]:
+            raise ValueError(f"state_dict has no number as {empty[0]} of group {index}, but a tensor without values")
         _check_plan(group["plan"], saved)
         check_options({**group, **saved, **{key: group[key] for key in MACHINE}})
         for saved_id, p in zip(saved["params"], group["params"], strict=True):
@@ -153,15 +157,17 @@ def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor, needed: 
         raise ValueError(f"state_dict has no {', '.join(absent)} for parameter {name}; it is not from {kind}")
     for key in _PER_PARAMETER:
         value = state[key]
-        scalar = not value.dim() and value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, Real)
-        if not scalar or not 0 <= number(value) < math.inf:
-            shown = value.tolist() if isinstance(value, Tensor) else value
-            raise ValueError(f"state_dict has {key}={shown!r} for parameter {name}; give a finite number ≥ 0")
+        held = _holds_numbers(value) and not value.dim() and value.is_floating_point()
+        if not (held or isinstance(value, Real)) or not 0 <= number(value) <= _MOST:
+            shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) and not held else value
+            raise ValueError(
+                f"state_dict has {key}={shown!r} for parameter {name}; give a finite number ≥ 0 that float32 can hold"
+            )
     for key in _PER_ELEMENT:
         tensor = state.get(key)
         if tensor is None:
             continue
-        if not isinstance(tensor, Tensor) or tensor.is_complex() or tensor.layout is not torch.strided:
+        if not _holds_numbers(tensor) or tensor.is_complex():
             raise ValueError(
                 f"state_dict has a {type(tensor).__name__} as {key} of parameter {name}; give a dense tensor of numbers"
             )
@@ -175,6 +181,11 @@ def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor, needed: 
                 f"state_dict has {key} for parameter {name} that is not sharded as the parameter is; load it with "
                 "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             )
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Return whether this is a tensor whose elements can be read as they are."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_meta or value.is_quantized)
 
 
 def _place_state(saved: dict[str, Any], p: Tensor, scalar_device: torch.device) -> dict[str, Any]:

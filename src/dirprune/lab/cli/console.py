@@ -31,6 +31,8 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from dirprune.lab.text import printable
+
 INTERRUPTED = 130
 QUIET = 10.0  # seconds between progress lines where no bar can be drawn
 
@@ -39,6 +41,7 @@ def say(message: str) -> None:
     """Print a message, which is not a result, to stderr."""
     # Not typer.echo: it would bypass the redirection of sys.stderr that keeps a progress bar below the messages.
     try:
+        message = printable(message)
         print(wrapped(message) if sys.stderr.isatty() else message, file=sys.stderr, flush=True)
     except BrokenPipeError:  # the reader is gone, e.g. because a signal stopped the whole pipeline
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -218,7 +221,7 @@ class _Note(ProgressColumn):
 def _columns(width: int) -> list[ProgressColumn]:
     """Return the columns of a bar. If they do not fit, the note is shortened, then the bar, but never the numbers."""
     return [
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=min(40, width // 8)),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TextColumn("{task.fields[unit]}"),

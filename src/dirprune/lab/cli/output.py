@@ -17,7 +17,7 @@ from rich.table import Table
 
 from dirprune.lab.cli.console import say, wrapped
 from dirprune.lab.records.files import to_json
-from dirprune.lab.text import NOTHING
+from dirprune.lab.text import NOTHING, printable
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead of tables.")]
 HtmlOption = Annotated[
@@ -40,6 +40,7 @@ class Output:
     def tell(self, text: str) -> None:
         """Print what belongs to the tables, such as a note or a path, unless JSON is wanted."""
         if not self.as_json:
+            text = printable(text)
             _print(wrapped(text) if sys.stdout.isatty() else text)
 
     def rows(self, title: str, cells: Sequence[Mapping[str, str]], *, left: int = 1, spare: Sequence[str] = ()) -> None:
@@ -69,8 +70,9 @@ class Output:
         """
         if self.as_json:
             return
-        console = Console(file=(text := io.StringIO()), force_terminal=sys.stdout.isatty() or None)
-        lines = zip(columns, *rows, strict=True)
+        told = sys.stdout.isatty() or None
+        console = Console(file=(text := io.StringIO()), force_terminal=told, markup=False, emoji=False)
+        title, lines = printable(title), zip(*(map(printable, line) for line in (columns, *rows)), strict=True)
         every = [_Column(header, cells, number < left) for number, (header, *cells) in enumerate(lines)]
         filled = [column for number, column in enumerate(every) if number == 0 or set(column.cells) != {NOTHING}]
         width = partial(_least_width, console)

@@ -106,6 +106,10 @@ class Method:
                 f"state has {sorted(state)}, and {self.name} needs {sorted(own)}; attach it as when it was saved"
             )
         for key, tensor in own.items():
+            if not isinstance(state[key], Tensor) or state[key].shape != tensor.shape:
+                raise ValueError(
+                    f"state has {key} that is no tensor of shape {tuple(tensor.shape)}, as {self.name} needs"
+                )
             tensor.copy_(state[key])
 
 

@@ -26,6 +26,7 @@ _BUILDERS: dict[str, Callable[[int], nn.Module]] = {
     "small": small,
     "vgg16": vgg16,
 }
+_FAMILIES: dict[str, Callable[[int, int, int], nn.Module]] = {"wrn": wide_resnet, "gpt": gpt}
 NAMES = (*_BUILDERS, "wrn28x10", "gpt64x2")
 OF_DEVICE = tuple(getattr(torch, name) for name in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, name))
 """Errors of the device, for which no network is to blame; torch 2.6 has only the first."""
@@ -52,10 +53,12 @@ def build(name: str, classes: int) -> nn.Module:
         return _build_own(name, classes)
     if name in _BUILDERS:
         return _BUILDERS[name](classes)
-    if wrn := re.fullmatch(r"wrn(\d+)x(\d+)", name):
-        return wide_resnet(int(wrn[1]), int(wrn[2]), classes)
-    if shape := re.fullmatch(r"gpt(\d+)x(\d+)", name):
-        return gpt(int(shape[1]), int(shape[2]), classes)
+    for family, make in _FAMILIES.items():
+        if shape := re.fullmatch(family + r"(\d{1,4})x(\d{1,4})", name):
+            try:
+                return make(int(shape[1]), int(shape[2]), classes)
+            except RuntimeError as error:  # torch has no other type for memory that is not there
+                raise ValueError(f"model={name!r} cannot be built: {error}; take a smaller one") from error
     raise unknown(
         "model", name, NAMES, " (any wrn<depth>x<width> or gpt<width>x<depth>), or your own as package.module:callable"
     )

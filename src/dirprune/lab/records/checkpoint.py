@@ -265,9 +265,9 @@ def _serialise(state: State) -> memoryview:
 
 
 def _own(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    """Return the state with views of larger storages cloned, because torch would save the whole storage."""
+    """Return the state with every tensor on a storage of its size: of a part, torch would save the whole storage."""
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or value.untyped_storage().nbytes() <= value.nbytes:
+        if value.layout != torch.strided or value.untyped_storage().nbytes() == value.nbytes:
             return value
         if id(value) not in copies:
             copies[id(value)] = value.clone()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dirprune.lab.text import NOTHING
+from dirprune.lab.text import CONTROL, NOTHING
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
     Record = TypeVar("Record", bound=DataclassInstance)
 else:
     Record = TypeVar("Record")
-
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that command a terminal."""
 
 
 @dataclass(frozen=True)

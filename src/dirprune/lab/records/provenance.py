@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 import dirprune
-from dirprune.lab.records.columns import CONTROL, Count, Number, record
+from dirprune.lab.records.columns import Count, Number, record
 from dirprune.lab.records.files import read_json, write_json
+from dirprune.lab.text import printable
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def environment(device: torch.device, world_size: int = 1) -> Session:
     cuda = device.type == "cuda"
     return Session(
         time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        command=CONTROL.sub("�", shlex.join(["dirprune", *sys.argv[1:]])),
+        command=printable(shlex.join(["dirprune", *sys.argv[1:]])),
         commit=commit(),
         dirprune=dirprune.__version__,
         torch=torch.__version__,

@@ -122,6 +122,7 @@ def conduct(run: Run, here: Surroundings) -> Iterator[EpochRecord]:
 def _conduct(run: Run, here: Surroundings) -> Iterator[EpochRecord]:
     device, process = here.device, here.process
     recipe = run.recipe
+    run.check_known()
     execution = recipe.execution(device.type)
     parts = assemble(recipe, device=device, root=here.root, process=process)
     check_fit(recipe, parts, device)
@@ -246,9 +247,18 @@ def _go_back(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoin
     if found is None:
         return 0
     done, state = found
-    parts.model.load_state_dict(state["training"] if "training" in state else state["model"])
-    restore(parts.optimizer, state["optimizer"])
-    method.load_state_dict(state.get("method", {}))
+    try:
+        parts.model.load_state_dict(state["training"] if "training" in state else state["model"])
+        restore(parts.optimizer, state["optimizer"])
+        method.load_state_dict(state.get("method", {}))
+    except models.OF_DEVICE:
+        raise
+    except (ValueError, RuntimeError) as error:
+        path, what = checkpoint.path_of(run.checkpoints, done), str(error).partition("\n")[0]
+        raise checkpoint.CorruptCheckpoint(
+            f"{path} cannot be continued from: {what}; remove it, and training continues from the one before, or "
+            "restore it from a copy"
+        ) from error
     return done
 
 

@@ -14,6 +14,7 @@ from dirprune.lab.methods import MethodSpec
 from dirprune.lab.ranges import COUNT, SEED, BadValue, check
 from dirprune.lab.records.columns import plain, record, types
 from dirprune.lab.tasks import TASKS, Images, Task
+from dirprune.lab.text import printable
 from dirprune.lab.training.execution import Execution
 from dirprune.lab.training.optimizers import OPTIMIZERS, Grda, OptimizerSpec, as_known, optimizer
 from dirprune.lab.training.schedules import Schedule
@@ -142,7 +143,7 @@ class Recipe:
         """Return the recipe with these values from `to_dict` or JSON. Fields missing from old files get defaults."""
         made = _with_parts(values) if isinstance(values["optimizer"], str) else dict(values)
         known = {f.name for f in fields(Recipe)}
-        if strange := [f"{name}={value!r}" for name, value in made.items() if name not in known]:
+        if strange := [f"{printable(name)}={value!r}" for name, value in made.items() if name not in known]:
             raise ValueError(
                 f"{', '.join(strange)}: this version of dirprune has no such recipe field; remove it, or use the "
                 "version that wrote it"

@@ -31,6 +31,7 @@ from dirprune.lab.records import checkpoint, provenance
 from dirprune.lab.records.columns import Amount, record
 from dirprune.lab.records.files import LOCK, InUse, as_read, locked, read_json, taken, to_json, write_json, write_text
 from dirprune.lab.records.provenance import Session
+from dirprune.lab.text import CONTROL
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe, differing
 from dirprune.zeros import LayerSparsity
@@ -142,6 +143,12 @@ class Run:
         if epoch > self.recipe.epochs:
             raise ValueError(f"epoch {epoch} is not one of the run's {self.recipe.epochs}")
 
+    def check_known(self) -> None:
+        """Raise unless config.json says how the run is pruned, by which tables tell runs apart."""
+        part = self.recipe.optimizer
+        if lacking := [name for name in part.decides if vars(part)[name] is None]:
+            raise ValueError(f"{self.folder / 'config.json'} does not say {lacking[0]}; {COPIES}")
+
     def locked(self) -> AbstractContextManager[None]:
         """Lock the run, so that no second job can train it."""
         return locked(self.folder, "trained")
@@ -207,11 +214,11 @@ class Run:
 
     def last_root(self) -> Path | None:
         """Return the data folder of the last session; None if it was not recorded or no longer exists."""
-        sessions: list[Session] = []
-        with suppress(ValueError):  # the data may be found without it
+        with suppress(ValueError, OSError):  # the data may be found without it
             sessions = self.sessions()
-        noted = sessions[-1].data if sessions else ""
-        return Path(noted) if noted and Path(noted).exists() else None
+            if sessions and sessions[-1].data and Path(sessions[-1].data).exists():
+                return Path(sessions[-1].data)
+        return None
 
     def note_session(
         self, device: torch.device, world_size: int, root: Path | None, examples: int, fingerprint: str = ""
@@ -256,15 +263,10 @@ class History:
         """Return the sessions' distinct values of a field, joined by semicolons: "GPU one; GPU two"."""
         return "; ".join(dict.fromkeys(str(value) for session in self.sessions if (value := getattr(session, name))))
 
-    def check_known(self) -> None:
-        """Raise unless config.json says how the run was pruned, by which tables tell runs apart."""
-        part = self.recipe.optimizer
-        if lacking := [name for name in part.decides if vars(part)[name] is None]:
-            raise ValueError(f"{self.folder / 'config.json'} does not say {lacking[0]}; {COPIES}")
-
 
 def create(folder: Path, recipe: Recipe) -> Run:
     """Create the directory of a new run; raise if it already exists. Code that the recipe names is trusted."""
+    Recipe.from_dict(as_read(recipe.to_dict()))  # what could not be read again is not written
     if taken(folder, "config.json"):
         remedy = (
             f"continue it with `dirprune resume {quoted(folder)}`, or " if (folder / "config.json").is_file() else ""
@@ -343,12 +345,14 @@ def fault_of(state: Any, *needed: str) -> str:
     """Return what is wrong with the state of a run, of which its weights and the parts ``needed`` will be used."""
     if not isinstance(state, dict):
         return f"holds a {type(state).__name__}, not the state of a run"
-    for part in ("model", *needed):
+    for part in ("model", *needed, *({"training", "method"} & state.keys())):
         if not isinstance(state.get(part), dict):
             return f"holds no {part} of a run" + (f", but a {type(state[part]).__name__}" if part in state else "")
     weights = state["model"]
-    for name, tensor in weights.items():
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+    for name, tensor in (*weights.items(), *state.get("training", {}).items()):
+        if not isinstance(name, str) or CONTROL.search(name):
+            return f"holds a tensor called {name!r}"
+        if not _is_dense(tensor):
             return f"holds no dense tensor as {name!r}"
     named = state.get("parameters", [])
     if not isinstance(named, list):
@@ -361,6 +365,12 @@ def fault_of(state: Any, *needed: str) -> str:
         except NO_RECIPE as error:
             return f"holds a recipe that cannot be read: {error}"
     return ""
+
+
+def _is_dense(value: Any) -> bool:
+    """Return whether this is a tensor as checkpoints hold them: its values, all of them, are in memory."""
+    is_plain = type(value) is Tensor and value.layout is torch.strided and not (value.is_meta or value.is_quantized)
+    return is_plain and value.untyped_storage().nbytes() >= value.nbytes
 
 
 def check_unchanged(run: Run, state: checkpoint.State) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from dirprune.lab.training import runs
 
 _WRAPPERS = ("module.", "_orig_mod.")  # names that DDP and torch.compile put in front
+_GIVE = "give a run, a .safetensors file, or what torch.save wrote of a state dict alone"
 _INSIDE = ("model", "state_dict", "model_state_dict")  # under which training scripts save the weights
 
 
@@ -49,14 +51,22 @@ def _read(source: Path) -> dict[str, Tensor]:
         )
     try:
         found: Any = _safetensors(source) if source.suffix == ".safetensors" else _pickled(source)
-    except Exception as error:
+    except pickle.UnpicklingError as error:  # torch's own message advises loading without the protection
         raise ValueError(
-            f"--from {source} cannot be read: {str(error).splitlines()[0]}; give a run, a .safetensors file, or what "
-            "torch.save wrote of a state dict alone"
+            f"--from {source} holds more than tensors and plain values, none of which was executed; {_GIVE}"
         ) from error
+    except Exception as error:  # of many types, for what is no file of its kind
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ValueError(f"--from {source} cannot be read: {what}; {_GIVE}") from error
     for key in _INSIDE:
         found = found[key] if isinstance(found.get(key), Mapping) else found
-    return {_plain(name): value for name, value in found.items() if isinstance(value, Tensor)}
+    return {_plain(name): value.detach() for name, value in found.items() if _can_be_copied(name, value)}
+
+
+def _can_be_copied(name: Any, value: Any) -> bool:
+    """Return whether this is a named tensor whose values are in memory, as those of networks are."""
+    real = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_complex()
+    return isinstance(name, str) and real and not (value.is_meta or value.is_quantized)
 
 
 def _safetensors(path: Path) -> Mapping[str, Tensor]:

@@ -103,7 +103,7 @@ class Row:
         Raises:
             ValueError: the records do not include the last epoch, whose numbers the row needs, or a setting is unknown.
         """
-        run.check_known()
+        run.run.check_known()
         pruner, records, outcome = run.recipe.pruner, run.records, run.outcome or Outcome()
         zeros = priced(outcome.zeros, run.recipe) if outcome.zeros else None
         last = records[-1] if records else None

@@ -54,7 +54,7 @@ def export(
     epoch, state = runs.state_of(run, epoch)
     tensors: dict[str, Tensor] = state["model"]
     for tensor in tensors.values():
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and tensor.element_size() > 1:
             tensor.add_(0)  # masked methods leave −0.0, which computes like 0 but would be kept as a value
     zeros = sparsity(runs.parameters_in(state))
     accuracies = {record.epoch: record.test_accuracy for record in run.records()}

@@ -18,6 +18,7 @@ from dirprune.lab.records.columns import Column, cells
 from dirprune.lab.studies.deployment.peers import HALF, NAMES, OURS, Array, Peer, missing
 from dirprune.lab.text import NOTHING
 from dirprune.lab.training import runs
+from dirprune.weights import check_alike
 
 _CLOSE = 1e-3  # of the largest output: float32 sums in another order
 _TURN = 0.06  # seconds of runs before the next runtime has its turn
@@ -91,12 +92,15 @@ def saved(network: Path, to: Path, *, trusted: bool) -> Path:
     run = runs.load(network, trusted=trusted)
     _, state = runs.state_of(run)
     tensors: dict[str, torch.Tensor] = state["model"]
-    classes = [tensor for tensor in tensors.values() if tensor.dim()][-1].shape[0]
-    model = models.build(run.recipe.model, classes)
+    channels = [tensor.shape[1] for tensor in tensors.values() if tensor.dim() == 4][:1]
+    classes = [tensor.shape[0] for tensor in tensors.values() if tensor.dim()][-1:]
+    if not (channels and classes):
+        raise ValueError(f"{network} has no convolutional network; only those are compiled")
+    model = models.build(run.recipe.model, *classes)
+    check_alike(model.state_dict(), tensors, "the network of config.json", str(network))
     model.load_state_dict(tensors)
-    channels = next(tensor for tensor in tensors.values() if tensor.dim() == 4).shape[1]
     side = _SIDES.get(run.recipe.task.data, 32)
-    capture.compile(model, torch.zeros(1, channels, side, side)).save(to)
+    capture.compile(model, torch.zeros(1, *channels, side, side)).save(to)
     return to
 
 

@@ -107,7 +107,7 @@ def project(
             measured = {row.run: row for row in rows if epoch in known or not row.eigenvectors}
             if missing := [run for run in grdas if run.folder.name not in measured]:
                 bench = bench or subject(sgd.recipe, lanczos, device=device, root=root)
-                bench.load(weights_of(sgd, epoch)[1])
+                bench.load(weights_of(sgd, epoch)[1], str(sgd.folder))
                 new = yield from _measure_epoch(bench, missing, epoch, k, out)
                 measured |= {row.run: row for row in new}
             shutil.rmtree(_products(out, epoch), ignore_errors=True)  # also removes those of an earlier session

@@ -129,7 +129,7 @@ def score(
     settings = {"run": run.folder.name, "epoch": epoch, "samples": samples, "recalibrate": recalibrate}
     bench = subject(run.recipe, lanczos, device=device, root=root)
     with measuring_runs(out, "score.csv", settings, lanczos, device, [(run, epoch)]):
-        bench.load(state)
+        bench.load(state, str(run.folder))
         yield from _prune_all(bench, state, out, ks, grid, samples, recalibrate)
         shutil.rmtree(out / PRODUCTS, ignore_errors=True)
 

@@ -30,6 +30,7 @@ from dirprune.lab.training.execution import Execution
 from dirprune.lab.training.experiment import assemble
 from dirprune.lab.training.recipe import Recipe
 from dirprune.lab.training.runs import Run
+from dirprune.weights import check_alike
 
 PRECISIONS = ("float32", "tf32", "bfloat16")
 COMPILED_FROM = 40
@@ -85,7 +86,9 @@ class Subject:
     test: Loader
     lanczos: Lanczos
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any], source: str = "the checkpoint") -> None:
+        """Load the weights and buffers of ``source``; raise unless they are those of this network."""
+        check_alike(self.model.state_dict(), state, "the network of config.json", source)
         self.model.load_state_dict(state)
 
     def eigenpairs(self, k: int, products: Path, *, what: str) -> Generator[Progress, None, tuple[Eigenpairs, float]]:

@@ -113,7 +113,7 @@ def read(results: Path) -> list[Trajectory]:
 
 def _trajectory(run: History) -> Trajectory:
     """Return the ledger entry and the epochs of a run."""
-    run.check_known()
+    run.run.check_known()
     recipe, options = run.recipe, run.recipe.values()
     c, mu = (float(f"{options[name]:g}") if name in options else None for name in ("c", "mu"))
     departs = " ".join(filter(None, [departures(recipe, CHOICES), _part_of_the_data(run)]))
