@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import dirprune
 from dirprune.lab.pages.page import Section
 from dirprune.lab.records import provenance
-from dirprune.lab.records.columns import CONTROL
 from dirprune.lab.records.provenance import Session
+from dirprune.lab.text import printable
 
 _TOLD = {
     "command": "command",
@@ -33,7 +33,7 @@ def came_from(sessions: Iterable[Session], more: Mapping[str, Sequence[str]]) ->
     """Return the section that says where the numbers of a page come from, and how the page was made."""
     every = list(sessions)
     facts = {label: distinct(getattr(session, name) for session in every) for name, label in _TOLD.items()}
-    command = CONTROL.sub("�", shlex.join(["dirprune", *sys.argv[1:]]))
+    command = printable(shlex.join(["dirprune", *sys.argv[1:]]))
     facts["this page"] = [f"{command} (dirprune {dirprune.__version__}, commit {provenance.commit() or 'unknown'})"]
     return Section("Where it comes from", facts={**more, **{name: told for name, told in facts.items() if told}})
 
