@@ -7,7 +7,7 @@ BUILDERS = $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 
 TARGETS = linux-x86_64 linux-aarch64 darwin-x86_64 darwin-aarch64
 
-.PHONY: demo test lint types unit soak wheels format clean
+.PHONY: demo test lint types unit soak site wheels format clean
 
 demo: $(READY)
 	$(BIN)/dirprune demo
@@ -27,6 +27,12 @@ unit: $(READY)
 soak: $(READY)
 	$(BUILDERS)
 	$(BIN)/pytest -q -s -m soak
+
+# The pages and the API as a site, build/site/index.html. A warning or a link that leads nowhere is an error.
+site: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[site]'
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs -d build/doctrees . build/site
+	$(BIN)/python docs/links.py build/site
 
 # An sdist, and a wheel with compiled kernels for each target; all are built on one machine, by zig.
 wheels: $(READY)

@@ -19,7 +19,8 @@ Point = TypeVar("Point", Tensor, Weights)
 
 
 def nonflat_basis(op: SymmetricOperator | Tensor, *, tolerance: float = 1e-6) -> Tensor:
-    """Return orthonormal eigenvectors, as columns, of all eigenvalues with |λ| > tolerance · max|λ|, by dense `eigh`.
+    """Return orthonormal eigenvectors, as columns, of all eigenvalues ``|λ| > tolerance · max|λ|``, by a dense
+    decomposition.
 
     >>> nonflat_basis(torch.diag(torch.tensor([0.0, 3.0]))).abs()
     tensor([[0.],
@@ -32,11 +33,11 @@ def nonflat_basis(op: SymmetricOperator | Tensor, *, tolerance: float = 1e-6) ->
 
 
 def null_projection(op: SymmetricOperator | Tensor, *, tolerance: float = 1e-6) -> Tensor:
-    """Return Π₀ = I − QQᵀ [d, d], the projection onto the kernel of an operator small enough for a dense `eigh`.
+    """Return Π₀ = I − QQᵀ [d, d], the projection onto the kernel of an operator small enough to be decomposed.
 
     Args:
         op: a `HessianOperator`, a symmetric matrix, or anything with size, dtype, device and @.
-        tolerance: an eigenvalue with |λ| ≤ tolerance · max|λ| counts as zero.
+        tolerance: an eigenvalue ``|λ| ≤ tolerance · max|λ|`` counts as zero.
 
     >>> null_projection(torch.diag(torch.tensor([0.0, 3.0])))
     tensor([[1., 0.],
@@ -47,7 +48,7 @@ def null_projection(op: SymmetricOperator | Tensor, *, tolerance: float = 1e-6) 
 
 
 def directional_score(w: Point, eigenvectors: Tensor | Eigenpairs) -> Point:
-    """Return the score s of every weight: positive where it can be pruned along the flat directions of the loss.
+    """Return the score s of every weight: positive where it can be pruned along the flat directions of the loss::
 
         s_j = sign(w_j) · (Π₀ sign(w))_j,    Π₀ = I − QQᵀ
 
@@ -75,7 +76,7 @@ def directional_score(w: Point, eigenvectors: Tensor | Eigenpairs) -> Point:
 
 
 def directional_prune(w: Point, score: Point, lam: float) -> Point:
-    """Return the pruned weights û, those with score s_j > 0 shrunk and the others grown.
+    """Return the pruned weights û, those with score s_j > 0 shrunk and the others grown::
 
         û = argmin_u ½‖w − u‖² + λ Σ_j s_j |u_j|,    û_j = sign(w_j) · max(|w_j| − λ s_j, 0)
 
@@ -98,12 +99,12 @@ def directional_prune(w: Point, score: Point, lam: float) -> Point:
 
 
 def lam_for_sparsity(w: Point, score: Point, sparsity: float) -> float:
-    """Return the smallest λ at which `directional_prune` makes at least this fraction of the weights zero.
+    """Return the smallest λ at which `directional_prune` makes at least this fraction of the weights zero::
 
         û_j(λ) = 0   ⇔   w_j = 0,  or  s_j > 0 and λ ≥ |w_j| / s_j
 
     so λ is the n-th smallest of these ratios, n = ⌈sparsity · d⌉. Weights with s_j ≤ 0 are never pruned; a sparsity
-    that would need them raises a ValueError.
+    that would need them raises a ValueError. ``w`` and ``score`` are both flat, or both by name.
 
     >>> lam = lam_for_sparsity(torch.tensor([2.0, 1.0, 3.0]), torch.tensor([0.5, -0.5, 0.2]), 1 / 3)
     >>> round(lam, 5)
@@ -142,7 +143,7 @@ class PathPoint(Generic[Point]):
 def directional_path(
     w: Point, score: Point, lams: Iterable[float], evaluate: Callable[[Point], Mapping[str, float]]
 ) -> Iterator[PathPoint[Point]]:
-    """Yield the pruned weights û(λ) for each λ, with what ``evaluate`` returns for them.
+    """Yield the pruned weights û(λ) for each λ of ``lams``, with what ``evaluate`` returns for them.
 
     >>> w, score = torch.tensor([2.0, -1.0]), torch.tensor([0.5, 1.0])
     >>> for point in directional_path(w, score, [0.0, 1.0], lambda u: {"norm": float(u.norm())}):
@@ -164,7 +165,7 @@ class EigenspaceShare(NamedTuple):
 
 
 def eigenspace_share(difference: Tensor | Weights, eigenvectors: Tensor | Eigenpairs) -> EigenspaceShare:
-    """Return the share of a difference of weights that lies in the span of the eigenvectors.
+    """Return the share of a difference of weights that lies in the span of the eigenvectors::
 
         ‖QQᵀΔ‖ / ‖Δ‖,    beside √(k/d), its root mean square for a random direction Δ
 

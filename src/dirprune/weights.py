@@ -70,7 +70,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 def flatten(weights: Mapping[str, Tensor]) -> Tensor:
-    """Return all tensors as one vector, in the mapping's order."""
+    """Return all tensors of ``weights`` as one vector, in the mapping's order."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in weights.values()])
 
 
@@ -84,7 +84,7 @@ def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> Weights:
 
 
 def combine(coefficients: Sequence[float], points: Sequence[Mapping[str, Tensor]]) -> Weights:
-    """Return the linear combination Σᵢ aᵢ wᵢ of points that have the same names and shapes."""
+    """Return the sum of ``points``, which have the same names and shapes, each times its one of ``coefficients``."""
     if len(coefficients) != len(points) or not points:
         raise ValueError(f"got {len(coefficients)} coefficients for {len(points)} points; give one for each point")
     first, *others = points

@@ -50,7 +50,10 @@ class LayerSparsity:
 
 @dataclass(frozen=True)
 class SparsityReport:
-    """The exact zeros of a model's parameters; ``print`` it for a table; `to_dict` returns plain data."""
+    """The exact zeros of a model's parameters; ``print`` it for a table; `to_dict` returns plain data.
+
+    ``layers`` has for every parameter its name, shape, zeros and cost, and for a weight its channels that are all zero.
+    """
 
     layers: tuple[LayerSparsity, ...]
 
@@ -64,7 +67,7 @@ class SparsityReport:
 
     @property
     def fraction(self) -> float:
-        """Zeros over all parameters, biases and normalisation included: the published figure."""
+        """Zeros over all parameters, biases and normalisation included; the published figure."""
         return self.zeros / self.total if self.total else 0.0
 
     @property

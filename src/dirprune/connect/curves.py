@@ -32,7 +32,7 @@ from dirprune.weights import Weights, check_alike, check_fits, check_named, flat
 
 
 class BezierCurve(nn.Module):
-    """A Bézier curve between two networks (Garipov et al. 2018, section 3); its parameters are the inner points.
+    """A Bézier curve between two networks (Garipov et al. 2018, section 3); its parameters are the inner points::
 
         θ(t) = Σᵢ C(n, i) tⁱ (1−t)ⁿ⁻ⁱ pᵢ,   p₀ = start, pₙ = end, n = bends + 1
 
@@ -88,7 +88,7 @@ class BezierCurve(nn.Module):
 
 @dataclass(frozen=True)
 class FitRecord:
-    """One epoch of a fit: means over its minibatches, each at its own random t; accuracy in percent."""
+    """One epoch of a fit: its ``lr``, means of loss and accuracy (in percent) over its minibatches, and its seconds."""
 
     epoch: int
     lr: float
@@ -313,7 +313,7 @@ class CurveProfile(Profile):
 
     @property
     def barrier(self) -> float:
-        """max loss − loss of the worse endpoint, on the training data: 0 when the curve stays in the valley."""
+        """max loss − loss of the worse endpoint, on the training data; 0 when the curve stays in the valley."""
         return self.highest.train_loss - max(self.points[0].train_loss, self.points[-1].train_loss)
 
     @property
@@ -330,10 +330,17 @@ def curve_profile(
     points: int = 61,
     **options: Any,
 ) -> CurveProfile:
-    """Measure the curve at ``points`` equidistant t from 0 to 1, endpoints included. ``options`` are the `Evaluator`'s.
+    """Measure loss and error along the curve on plain data, with BatchNorm statistics of their own at every point.
 
     With BatchNorm, ``train`` must not be sorted by class. If it shuffles, the result depends on the global seed,
-    because the statistics are means over its batches.
+    because the statistics are means over its batches; a batch of one example has no part in them.
+
+    Args:
+        model: gives the architecture; it does not change.
+        curve: a curve between its weights.
+        train, test: minibatches of (inputs, targets).
+        points: how many equidistant t from 0 to 1, endpoints included.
+        options: the `Evaluator`'s.
 
     >>> data = [(torch.eye(2), torch.tensor([0, 1]))]
     >>> line = BezierCurve({"weight": torch.eye(2)}, {"weight": 2 * torch.eye(2)}, bends=0)
@@ -347,7 +354,7 @@ def curve_profile(
 
 
 class Plane:
-    """The plane through three networks, with orthonormal axes (Garipov et al. 2018, figure 1).
+    """The plane through three networks, with orthonormal axes (Garipov et al. 2018, figure 1)::
 
         u = (w₁ − w₀)/‖w₁ − w₀‖,   v ∝ (w₂ − w₀) − ⟨w₂ − w₀, u⟩u,   weights = w₀ + x·u + y·v
 
@@ -405,7 +412,10 @@ def plane_profile(
     margin: float = 0.2,
     **options: Any,
 ) -> Profile:
-    """Measure the places of ``plane.grid(grid, margin)``, in that order, as `curve_profile` does those of a curve."""
+    """Measure the places of ``plane.grid(grid, margin)``, in that order, as `curve_profile` does those of a curve.
+
+    ``model``, ``train``, ``test`` and ``options`` are what they are there.
+    """
     return Profile(
         tuple(profile_points(Evaluator(model, train, test, **options), plane.point, plane.grid(grid, margin)))
     )

@@ -39,7 +39,7 @@ class _Batch(NamedTuple):
 
 
 class HessianOperator:
-    """The Hessian of the mean loss over all examples, as an operator with exact products with vectors.
+    """The Hessian of the mean loss over all examples, as an operator with exact products with vectors::
 
         H v = Σ_b n_b ∇²f_b(w) v / Σ_b n_b,    n_b examples in batch b, f_b their mean loss
 
@@ -230,7 +230,7 @@ def top_eigenpairs(
     seed: int = 0,
     basis_size: int | None = None,
 ) -> Eigenpairs:
-    """Return the k largest eigenvalues of a symmetric operator and their eigenvectors, by thick-restart Lanczos.
+    """Return the k largest eigenvalues of a symmetric operator and their eigenvectors, by thick-restart Lanczos::
 
         H v_i = λ_i v_i,    ‖H v_i − λ_i v_i‖ ≤ tolerance · max|λ|
 
@@ -240,9 +240,10 @@ def top_eigenpairs(
 
     Args:
         op: a `HessianOperator`, a symmetric matrix, or anything with size, dtype, device and @.
-        which: "largest" for the largest λ, however large the negative ones are, or "magnitude" for the largest |λ|.
-        tolerance: a bound on the residuals, relative to the largest |λ| seen; a RuntimeWarning says if it is not met.
+        which: "largest" for the largest λ, however large the negative ones are, or "magnitude" for the largest ``|λ|``.
+        tolerance: a bound on the residuals, relative to the largest ``|λ|`` seen; a RuntimeWarning says if not met.
         max_iterations: the maximum number of products, not counting the k for the final residuals.
+        seed: of the first vector.
         basis_size: the number of vectors of length d to hold in memory; None means 3k + 20. More save products.
 
     >>> top_eigenpairs(torch.diag(torch.tensor([-5.0, 1.0, 2.0, 3.0])), 2).values.round(decimals=3)
@@ -273,12 +274,14 @@ def top_eigenpairs(
 def hessian_diagonal(
     op: SymmetricOperator | Tensor, *, samples: int = 100, seed: int = 0, block_size: int = 8
 ) -> Tensor:
-    """Return Hutchinson's estimate of the diagonal: the mean of z ⊙ Hz over random signs z.
+    """Return Hutchinson's estimate of the diagonal: the mean of z ⊙ Hz over random signs z::
 
         E[z ⊙ Hz]_j = H_jj,    with variance Σ_{i≠j} H_ij² / samples
 
     Args:
+        op: a `HessianOperator`, a symmetric matrix, or anything with size, dtype, device and @.
         samples: the number of products.
+        seed: of the random signs.
         block_size: the number of products made at once; more cost memory and save time. The estimate is the same.
 
     >>> hessian_diagonal(torch.diag(torch.tensor([1.0, 2.0])), samples=1)

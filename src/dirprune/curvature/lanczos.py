@@ -22,11 +22,14 @@ Which = Literal["largest", "magnitude"]
 
 @dataclass(frozen=True)
 class Eigenpairs:
-    """Eigenvalues [k], eigenvectors as columns [d, k], true residuals ‖Hv − λv‖ [k], and the number of iterations.
+    """Eigenvalues and eigenvectors of a symmetric operator.
 
-    ``iterations`` counts the products of Lanczos, without the k products for the residuals.
-
-    ``names`` are the names of the parameters, in the order of the eigenvectors' rows, if the operator has names.
+    Args:
+        values: [k], the best first.
+        vectors: [d, k], as columns.
+        residuals: [k], the true ones ‖Hv − λv‖.
+        iterations: the number of products, without the k for the residuals.
+        names: the parameters in the order of the vectors' rows, if the operator has names.
     """
 
     values: Tensor

@@ -64,6 +64,9 @@ def load_sparse(path: str | PathLike[str]) -> dict[str, Tensor]:
 
     Tensors that were shared are one tensor under several names.
 
+    Args:
+        path: the file.
+
     Raises:
         InvalidFile: the file is damaged, or holds something else; the message names it.
     """

@@ -1,4 +1,4 @@
-"""gRDA as torch optimizers. Start with `reference`: the paper's update as it stands, which every fast path repeats."""
+"""gRDA as torch optimizers. Start with ``reference.py``, the paper's update as it stands: all paths repeat it."""
 
 from dirprune.optim.adam import AdamGRDA
 from dirprune.optim.grda import GRDA

@@ -26,9 +26,11 @@ class AdamGRDA(Thresholded):
     r"""AdamW that prunes while it trains: its step moves an accumulator, and the weights are what a threshold leaves.
 
     .. math::
-        v_n = (1 - γ_n λ)\, v_{n-1} - γ_n\, \hat m_n / (\sqrt{\hat s_n} + ε), \qquad
-        w_n = T(v_n, τ_n q_n), \qquad
-        q_n \propto 1 / (d_n + 0.01\, \overline{d_n}), \quad d_n = \hat s_n^{p/2}.
+        v_n = (1 - γ_n λ)\, v_{n-1} - γ_n\, \hat m_n / (\sqrt{\hat s_n} + ε)
+
+        w_n = T(v_n, τ_n q_n)
+
+        q_n \propto 1 / (d_n + 0.01\, \overline{d_n}), \quad d_n = \hat s_n^{p/2}
 
     m̂ and ŝ are Adam's moments of the gradient at w, and T the threshold of `GRDA`. Power p = 0 has one threshold for
     all weights; with p > 0, weights with large gradients have lower ones (q has mean 1). ``c = 0`` is

@@ -28,12 +28,17 @@ class GRDA(Thresholded):
     For learning rates γₙ and an accumulator v that starts at the model's own weights,
 
     .. math::
-        v_n = v_{n-1} - γ_n \nabla f(w_{n-1}), \qquad
-        τ_n = τ_{n-1} + c\, γ_n^{μ+1/2} (n^μ - (n-1)^μ), \qquad
-        w_n = \mathrm{sign}(v_n) \max(|v_n| - τ_n, 0).
+        v_n = v_{n-1} - γ_n \nabla f(w_{n-1})
+
+        τ_n = τ_{n-1} + c\, γ_n^{μ+1/2} (n^μ - (n-1)^μ)
+
+        w_n = \mathrm{sign}(v_n) \max(|v_n| - τ_n, 0)
 
     With a constant rate τₙ = c √γ (nγ)^μ. ``c = 0`` is SGD; ``mu = 1`` with ``c = λ/√γ`` is ℓ₁-RDA. With momentum m, γ
     in τ is the effective rate γ/(1−m), so that ``c`` and ``mu`` mean the same with and without it.
+
+    With ``prune_from=0.05, prune_until=0.5, ramp="cubic", fix_at=1.0, rescale=True, decay="accumulator"`` it is ST-3
+    (Vanderschueren and De Vleeschouwer, WACV 2023).
 
     Training acts on the accumulator, and the parameters are computed from it. If something else writes to a parameter
     in place, as `nn.Module.load_state_dict` does, the next step starts from the nearest accumulator that gives those
@@ -58,7 +63,7 @@ class GRDA(Thresholded):
             ``"cubic"`` (the share of zeros grows as 1 − (1 − u)³, u the part of the phase that has passed).
         shape: what the threshold leaves of a larger v: ``"soft"`` v ∓ τ as in the paper, ``"garrote"`` v − τ²/v, or
             ``"hard"`` v itself. The zeros are the same; large weights are shrunk less.
-        rescale: scale the thresholded weights of each output channel so that the mean of |w| is that of |v|.
+        rescale: scale the thresholded weights of each output channel so that the mean of ``|w|`` is that of ``|v|``.
         decay: what weight decay acts on, the ``"weights"`` or the ``"accumulator"``.
         foreach, fused: force or forbid a path; by default the fastest for the device (CUDA: fused, else foreach; CPU:
             one tensor at a time).

@@ -1,7 +1,7 @@
 """A target of zeros, met exactly: how many weights are zero after which step, and the threshold that makes them so.
 
 Three phases. Until ``prune_from`` the weights train as without pruning. Then the threshold rises so that the share of
-weights that are left falls geometrically, fast first:
+weights that are left falls geometrically, fast first::
 
     1 − s(n) = (1 − S)^(1 − (1 − u)²),    u = the part of this phase that has passed,    S = the target.
 
