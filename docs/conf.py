@@ -85,6 +85,7 @@ def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
     """Append the table of contents to the first page, where readers of the repository need none; mend other pages."""
     source[0] = source[0].replace("](../examples)", "](api/examples.rst)")
     if name == root_doc:
+        app.env.note_dependency(ROOT / "docs" / "README.md", docname=name)
         for caption, pages in contents():
             lines = ["```{toctree}", ":hidden:", *([f":caption: {caption}"] if caption else []), "", *pages, "```"]
             source[0] += "\n\n" + "\n".join(lines)

@@ -17,7 +17,6 @@ from test_docs import ROOT, blocks, commands, verbs
 
 import dirprune
 
-
 GALLERY = ROOT / "docs" / "figures" / "README.md"
 ROOMS = ("optim", "curvature", "connect", "deploy")
 PUBLIC = sorted(
