@@ -1,9 +1,10 @@
-"""Generate docs/reproduction.md from the ledger, the benchmarks and the published numbers."""
+"""Generate docs/reproduction.md and the table of all cells from the ledger, benchmarks and the published numbers."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
@@ -11,9 +12,9 @@ from matplotlib.figure import Figure
 
 from dirprune.lab import plots, published
 from dirprune.lab.plots import Curve
-from dirprune.lab.published import METRICS, Estimate, Setting
-from dirprune.lab.records.tables import read_rows
-from dirprune.lab.studies.bench import PEAK_FLOPS, Measured, bars
+from dirprune.lab.published import Estimate, Setting
+from dirprune.lab.records.tables import read_rows, write_rows
+from dirprune.lab.studies.bench import Measured
 from dirprune.lab.studies.reproduction import cells as reproduce
 from dirprune.lab.studies.reproduction import figures as reproduction_plots
 from dirprune.lab.studies.reproduction import ledger
@@ -33,12 +34,54 @@ WORDS = Path(__file__).with_name("page.md")
 """The page without its numbers; what stands for them begins with a dollar sign."""
 
 
+@dataclass(frozen=True)
+class CellRow:
+    """A row of cells.csv: a published number, and ours. Deviations are None without a run, or without a spread.
+
+    ``comparable`` is recomputed from the authors' logs, over the runs that measured as ours do, with the sample std.
+    """
+
+    experiment: str
+    run: str
+    metric: str
+    epoch: int
+    our_runs: int
+    ours: float | None
+    paper_mean: float
+    paper_std: float
+    deviation: float | None
+    comparable_runs: int
+    comparable_mean: float
+    comparable_std: float
+    comparable_deviation: float | None
+
+    @classmethod
+    def of(cls, cell: Cell) -> CellRow:
+        given = cell.published
+        return cls(
+            given.setting.experiment,
+            str(given.setting),
+            given.metric,
+            given.epoch,
+            len(cell.ours),
+            None if cell.missing else cell.mean,
+            given.paper.mean,
+            given.paper.std,
+            cell.deviation,
+            given.comparable.n,
+            given.comparable.mean,
+            given.comparable.std,
+            cell.honest_deviation,
+        )
+
+
 def write_page(results: Path, docs: Path) -> Path:
-    """Write docs/reproduction.md and its figures from the files in ``results``, and return its path.
+    """Write docs/reproduction.md, its figures and cells.csv from the files in ``results``; return the page's path.
 
     ``results`` may be empty; the page lists what is missing.
     """
     draw(results, docs / "figures")
+    write_rows(results / "cells.csv", CellRow, map(CellRow.of, reproduce.compare(results)))
     path = docs / "reproduction.md"
     path.write_text(page(results), encoding="utf-8")
     return path
@@ -76,23 +119,20 @@ def page(results: Path) -> str:
         experiments="\n\n".join(_experiment(name, cells, groups) for name in published.EXPERIMENTS),
         norms=_norms(groups),
         imagenet=_imagenet(bench),
-        peak=f"{PEAK_FLOPS / 1e12:.0f}",
         costs=_costs(bench),
         ledger=_ledger(runs),
     )
 
 
 def _experiment(experiment: str, cells: list[Cell], groups: Groups) -> str:
-    """Return the section of an experiment: its figure, and its tables with the settings of which there is a run."""
+    """Return the section of an experiment: its figure, and how many of its cells have a run."""
     title = TITLES[experiment]
     own = [cell for cell in cells if cell.published.setting.experiment == experiment]
-    begun = {cell.published.setting for cell in own if not cell.missing}
+    begun = sum(not cell.missing for cell in own)
     parts = [f"## {title}"]
     if drawable(experiment, groups):
         parts.append(f"![{title}](figures/reproduction-{experiment}.png)")
-    if not begun:
-        return "\n\n".join([*parts, "No run yet."])
-    return "\n\n".join([*parts, _tables([cell for cell in own if cell.published.setting in begun])])
+    return "\n\n".join([*parts, f"{begun} of {len(own)} cells have a run of ours." if begun else "No run yet."])
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -147,30 +187,6 @@ def _sentence(cell: Cell, runs: list[Trajectory]) -> str:
         ours, theirs = (_number(mean, given.metric) for mean in near)
         sentence += f" In the epochs around it, up to 10 away, ours averages {ours} and theirs {theirs}."
     return sentence
-
-
-def _tables(cells: list[Cell]) -> str:
-    """Return the five tables of an experiment, laid out as in the paper: a row per setting, a column per epoch."""
-    settings = reproduce.by_setting(cells)
-    columns = dict.fromkeys((cell.published.epoch, cell.published.printed_epoch) for cell in cells)
-    head = [f"epoch {e}" + ("" if e == printed else f' (printed "{printed}")') for e, printed in columns]
-    parts = []
-    for metric in METRICS:
-        rows = [
-            [str(setting), *(_full(cell) for cell in group if cell.published.metric == metric)]
-            for setting, group in settings.items()
-        ]
-        parts += [f"**{_words(metric).capitalize()}**", table(["", *head], rows)]
-    return "\n\n".join(parts)
-
-
-def _full(cell: Cell) -> str:
-    estimates = (cell.published.paper, cell.published.comparable)
-    lines = [_estimate(estimate, cell.published.metric) for estimate in estimates]
-    if cell.missing:
-        return "<br>".join(["—", *lines])
-    offsets = [format_deviation(cell.mean, estimate) for estimate in estimates]
-    return "<br>".join([f"**{_ours(cell)}**", *(f"{line}: {off}" for line, off in zip(lines, offsets, strict=True))])
 
 
 def _ours(cell: Cell) -> str:
@@ -246,30 +262,18 @@ def _costs(bench: list[Measured]) -> str:
         row += [f"{cost.ms:g}", f"{cost.ms / theirs[base].ms:.2f}", f"{cost.peak_mib:g}"]
         own = measured.get(key)
         if own is None:
-            row += ["—", "", "", "", "", ""]
+            row += ["—", "", ""]
         else:
             ratio = f"{own.ms / measured[base].ms:.3f}" if base in measured else ""
-            row += [
-                f"{own.ms:.4g}",
-                ratio,
-                f"{own.floor_ms:.3g}" if own.floor_ms else "—",
-                f"{own.floor_ms / own.ms:.0%}" if own.floor_ms else "—",
-                f"{own.peak_mib:.0f}" if own.peak_mib else "—",
-                f"{own.overhead:.1%}",
-            ]
+            row += [f"{own.ms:.4g}", ratio, f"{own.peak_mib:.0f}" if own.peak_mib else "—"]
         rows.append(row)
-    head = ["network", "batch", "optimizer", "paper: ms", "× SGD", "peak MiB"]
-    head += ["ours: ms", "× SGD", "floor ms", "floor / ms", "peak MiB", "rest of an epoch"]
+    head = ["network", "batch", "optimizer", "paper: ms", "× SGD", "peak MiB", "ours: ms", "× SGD", "peak MiB"]
     origins: dict[str, list[str]] = {}
     for own in measured.values():
         origins.setdefault(f"{own.hardware}, torch {own.torch}, commit {own.commit}", []).append(own.model)
     told = [f"{', '.join(dict.fromkeys(models))}: {where}" for where, models in origins.items()]
     origin = f"Ours, {'; '.join(told)}." if told else "Ours are not measured yet; `dirprune bench` measures them."
-    asked = [each.cells() for each in bars(list(measured.values()))]
-    goals = ["Our targets:", table(list(asked[0]), [list(row.values()) for row in asked])] if asked else []
-    if lacking := list(dict.fromkeys(own.model for own in measured.values() if own.peak_mib is None)):
-        goals.append(f"Not measured yet: the memory of {', '.join(lacking)}.")
-    return "\n\n".join([table(head, rows), origin, *goals])
+    return "\n\n".join([table(head, rows), origin])
 
 
 def _pace(seconds: float) -> str:
@@ -286,9 +290,8 @@ def _ledger(runs: list[Trajectory]) -> str:
         seconds = [epoch.train_seconds + epoch.test_seconds for epoch in run.epochs]
         pace = _pace(statistics.median(seconds)) if seconds else ""
         row = [entry.run, f"{entry.epochs_done} of {entry.epochs}", _standing(run), pace]
-        row += [entry.hardware, entry.torch, entry.commit, entry.started, f"`{entry.command}`" if entry.command else ""]
-        rows.append(row)
-    head = ["run", "epochs", "counts", "seconds per epoch", "hardware", "torch", "commit", "started", "command"]
+        rows.append([*row, entry.hardware, entry.commit])
+    head = ["run", "epochs", "counts", "seconds per epoch", "hardware", "commit"]
     return table(head, rows)
 
 

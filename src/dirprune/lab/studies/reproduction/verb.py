@@ -36,7 +36,9 @@ def reproduce(
     run: Annotated[list[Path] | None, typer.Argument(help="Run directories to add to the results first.")] = None,
     results: Annotated[Path, typer.Option(help="Folder of trajectories.csv and ledger.csv.")] = Path("results"),
     docs: Annotated[Path, typer.Option(help="Folder of reproduction.md and its figures.")] = Path("docs"),
-    page: Annotated[bool, typer.Option("--page", help="Also write docs/reproduction.md.")] = False,
+    page: Annotated[
+        bool, typer.Option("--page", help="Also write docs/reproduction.md and results/cells.csv.")
+    ] = False,
     train: Annotated[
         bool, typer.Option("--train", help="First train the missing runs, most informative first.")
     ] = False,
