@@ -25,7 +25,9 @@ from dirprune.lab.methods import (
     Magnitude,
     Method,
     MethodSpec,
+    Narrow,
     Pat,
+    RandomMask,
     RigL,
     Str,
     VariationalDropout,
@@ -57,6 +59,8 @@ METHODS: dict[str, Make] = {
     "acdc": partial(Acdc, sparsity=0.8, phase=0.15, dense=0.5, end=0.7),
     "ham": partial(Ham, sparsity=0.8, alpha=1.0, phase=0.15, dense=0.5, end=0.7),
     "linbreg": partial(LinBreg, lam=0.01, density=0.2),
+    "random": partial(RandomMask, sparsity=0.8),
+    "narrow": partial(Narrow, sparsity=0.8),
 }
 
 

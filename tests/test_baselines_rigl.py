@@ -14,7 +14,8 @@ from torch.optim import SGD
 
 from dirprune.lab import models
 from dirprune.lab.methods.method import prunable
-from dirprune.lab.methods.rigl import RigL, drop_fraction, erk_densities, move_connections
+from dirprune.lab.methods.random_mask import RandomMask, erk_densities
+from dirprune.lab.methods.rigl import RigL, drop_fraction, move_connections
 
 
 def by_bisection(shapes: list[torch.Size], density: float) -> list[float]:
@@ -205,3 +206,44 @@ def test_connections_grow_by_the_gradient_and_not_by_what_the_optimizer_makes_of
         model.weight.grad, model.bias.grad = gradient.clone(), torch.zeros(30)
         optimizer.step()
         assert torch.equal(model.weight.grad, gradient)
+
+
+# ---- masks that do not move
+
+
+def test_a_random_mask_is_the_one_that_rigl_begins_with_and_stays() -> None:
+    models_ = [seeded_model() for _ in range(2)]
+    masks = []
+    for make, model in zip((RigL, RandomMask), models_, strict=True):
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        method = make(sparsity=0.8, seed=3)
+        method.attach(model, optimizer, steps=10, examples=1)
+        masks.append({name: mask.clone() for name, mask in method.masks.items()})
+        for number in range(1, 10):
+            optimizer.zero_grad()
+            model(torch.randn(4, 20)).square().sum().backward()
+            optimizer.step()
+            method.after_step(number)
+        moved = any(not torch.equal(mask, method.masks[name]) for name, mask in masks[-1].items())
+        assert moved == (make is RigL)
+    torch.testing.assert_close(masks[0], masks[1], rtol=0, atol=0)
+
+
+def seeded_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 10))
+
+
+def test_a_shuffled_mask_has_the_given_zeros_in_every_layer() -> None:
+    model = seeded_model()
+    given = (551 / 600, 17 / 300)
+    method = RandomMask(sparsity=568 / 900, layers=",".join(f"{share:.9g}" for share in given))
+    method.attach(model, SGD(model.parameters(), lr=0.1), steps=10, examples=1)
+    assert [int((w == 0).sum()) for w in model.parameters() if w.dim() > 1] == [551, 17]
+
+
+@pytest.mark.parametrize(("layers", "words"), [("0.5,a", "layers"), ("0.5,1.5", "layers"), ("0.5", "layers has 1 ")])
+def test_zeros_that_fit_no_network_are_refused(layers: str, words: str) -> None:
+    model = seeded_model()
+    with pytest.raises(ValueError, match=words):
+        RandomMask(sparsity=0.5, layers=layers).attach(model, SGD(model.parameters(), lr=0.1), steps=10, examples=1)

@@ -22,7 +22,7 @@ from test_train import Breaking, numbers
 from torch import nn
 from torch._dynamo.utils import counters
 
-from dirprune.lab import methods, trust
+from dirprune.lab import methods, models, trust
 from dirprune.lab.methods import MethodSpec, amc
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.tables import read_rows
@@ -96,7 +96,7 @@ def test_by_default_every_method_takes_part_and_shares_all_but_its_own_options()
         "sgd",
         "rda",
         "magnitude",
-        *(name for name, variant in methods.METHODS.items() if not variant.fixed),
+        *(name for name, each in methods.METHODS.items() if not (each.fixed or each.is_control)),
     }
     own = {"optimizer", "method", "options", "c", "lam", "seed"}
     assert all(differing(recipe, SHORT, free=own) == [] for recipe in planned)
@@ -872,6 +872,69 @@ def test_rows_from_before_settings_were_noted_are_repeated_where_they_tell_them(
     assert rows_of_runs.recipe_of(row) == recipes.get("digits").but(seed=2)
     with pytest.raises(ValueError, match=r"does not hold the settings of its run \(digits epochs=3\)"):
         rows_of_runs.recipe_of(replace(row, recipe="digits epochs=3"))
+
+
+def test_controls_stand_beside_the_runs_whose_zeros_they_have(tmp_path: Path) -> None:
+    """A shuffled mask takes the zeros of gRDA's layers, once they are known; a narrow network has as many weights."""
+    out = tmp_path / "out"
+    words = ("compare", "digits-short", "--epochs", 1, "--device", "cpu", "--json", "--sparsity", 0.9, "--seeds", 2)
+    rows = objects(call(*words, "--methods", "shuffled,random,narrow,grda-target", "--out", out))
+    assert {row["run"] for row in rows if "run" in row} == {
+        f"{name}-sparsity0.9-s{seed}" for name in ("shuffled", "random", "narrow", "grda-target") for seed in (0, 1)
+    }
+    found = {each.row.run: each for each in read(out)}
+    for seed in (0, 1):
+        mask, run = (found[f"{name}-sparsity0.9-s{seed}"] for name in ("shuffled", "grda-target"))
+        assert [bar.sparsity for bar in mask.layers] == pytest.approx([bar.sparsity for bar in run.layers])
+        weights = [runs.weights_of(runs.load(out / "runs" / each.row.run))[1] for each in (mask, run)]
+        assert any(not torch.equal(w == 0, weights[1][name] == 0) for name, w in weights[0].items() if w.dim() > 1)
+        narrow = found[f"narrow-sparsity0.9-s{seed}"]
+        whole, small = (
+            models.size(models.build(name, 10)) for name in ("small", rows_of_runs.recipe_of(narrow.row).model)
+        )
+        assert narrow.row.sparsity == pytest.approx(1 - small / whole)
+        assert narrow.row.macs_left == pytest.approx(multiplications(4) / multiplications(16))
+        assert narrow.layers == ()
+        assert narrow.row.recipe == run.row.recipe
+    with pytest.raises(ValueError, match="shuffled takes its masks from grda-target or adamgrda"):
+        trials_of(methods=("shuffled", "rigl"))
+    with pytest.raises(ValueError, match="narrow needs a network and data of the lab, not test_compare:tiny on digits"):
+        trials_of(methods=("narrow",))
+
+
+def multiplications(width: int) -> int:
+    """Return those of `SmallNet`: maps of 8×8, 8×8 and 4×4 pixels, then two linear layers."""
+    w = width
+    return 9 * (64 * w + 64 * w * 2 * w + 16 * 2 * w * 4 * w) + 4 * 4 * w * 4 * w + 4 * w * 10
+
+
+def test_losses_are_ranked_with_the_least_first() -> None:
+    known = [*points("a", s90=1.5), *points("b", s90=1.4), *points("c", s50=1.0)]
+    assert [each.method for each in rank(known, [0.9], LOSS)] == ["b", "a", "c"]
+    assert [each.method for each in rank(known, [0.9], ACCURACY)] == ["a", "b", "c"]
+
+
+def test_a_language_model_is_compared_by_its_loss_and_tables_are_no_weights(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 40)
+    recipe = recipes.get("gpt-python").but(model="gpt16x1", epochs=1, windows=64, context=16)
+    planned = plan(recipe, methods=("adamw", "adamgrda", "magnitude-scored", "narrow"), sparsities=(0.8,), batches=4)
+    run(planned, tmp_path / "out", root=text)
+    found = read(tmp_path / "out")
+    by_name = {each.row.method: each for each in found}
+    for name in ("adamgrda", "magnitude-scored"):
+        assert by_name[name].row.sparsity == pytest.approx(0.8, abs=1e-3)
+        assert [bar.layer for bar in by_name[name].layers][:1] == ["blocks.0.qkv"]
+    ranked = comparison.ranking(found, [0.8])
+    dense = next(row for row in ranked if row.method == "adamw")
+    assert (dense.score, dense.measured) == (by_name["adamw"].row.test_loss, "test_loss")
+    for row in ranked[1:]:
+        assert row.gap == pytest.approx(row.score - dense.score)
+    assert {"test loss (nats a byte)"} <= ranked[0].cells().keys()
+    figure = comparison.figures(found, [0.8])["tradeoff"]()
+    assert figure.axes[0].get_ylabel() == "test loss (nats a byte)"
 
 
 def test_differences_are_those_of_a_paired_t_test_between_every_two_methods(compared: Path) -> None:

@@ -350,3 +350,19 @@ def test_bad_constants_are_refused_by_name() -> None:
         Normalization((0.5,), (0.0,))
     with pytest.raises(ValueError, match="must be positive"):
         Synthetic(examples=0)
+
+
+def test_small_images_of_cifar_are_means_over_squares_of_pixels(tmp_path: Path) -> None:
+    write_cifar(tmp_path, "cifar10")
+    as_stored = Normalization((0.0,) * 3, (1 / 255,) * 3)
+    whole, half = (
+        load("cifar10", batch_size=8, seed=0, root=tmp_path, size=size, normalization=as_stored) for size in (0, 16)
+    )
+    assert half.shape == (3, 16, 16)
+    (large, targets), (small, again) = next(iter(whole.test)), next(iter(half.test))
+    expected = large.reshape(*large.shape[:2], 16, 2, 16, 2).mean((3, 5))
+    assert float((small - expected).abs().max()) <= 0.5 + 1e-3  # whole numbers are stored
+    torch.testing.assert_close(targets, again)
+    assert next(half.train.epoch(1))[0].shape == (8, 3, 16, 16)
+    with pytest.raises(ValueError, match=r"--image-size 20: the side of the images, 32, is no multiple of it"):
+        load("cifar10", batch_size=8, seed=0, root=tmp_path, size=20)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dirprune.lab import models, trust
-from dirprune.lab.models import NAMES, build, resnet18, resnet50, small, vgg16, wide_resnet
+from dirprune.lab.models import (
+    NAMES,
+    build,
+    narrower,
+    resnet18,
+    resnet50,
+    resnet_small,
+    size,
+    small,
+    vgg16,
+    wide_resnet,
+)
 
 Weights = dict[str, Tensor]
 
@@ -500,3 +512,57 @@ def test_a_users_callable_that_cannot_work_is_named_with_the_remedy(spec: str, p
     trust.allow(spec)
     with pytest.raises(ValueError, match=f"model='{spec}'.*{problem}"):
         build(spec, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "shape", "dtype"),
+    [
+        ("small", 10, (1, 8, 8), torch.float32),
+        ("resnet-small", 10, (3, 16, 16), torch.float32),
+        ("gpt64x2", 256, (12,), torch.int64),
+    ],
+)
+@pytest.mark.parametrize("sparsity", [0.8, 0.95])
+def test_a_narrow_network_has_at_most_the_weights_that_are_left_and_the_next_one_more(
+    name: str, classes: int, shape: tuple[int, ...], dtype: torch.dtype, sparsity: float
+) -> None:
+    whole = on_meta(partial(build, name, classes))
+    left = (1 - sparsity) * size(whole)
+    narrow = narrower(name, classes, left)
+    width = int(re.findall(r"\d+", narrow)[0])
+    wider = narrow.replace(str(width), str(width + (2 if name.startswith("gpt") else 1)), 1)
+    assert size(on_meta(partial(build, narrow, classes))) <= left < size(on_meta(partial(build, wider, classes)))
+    assert build(narrow, classes).eval()(torch.zeros(2, *shape, dtype=dtype)).shape[:2] == (2, classes)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "words"), [("vgg16", 1e4, "no narrow form"), ("small", 10, "at most 10 w")]
+)
+def test_without_a_narrow_form_it_says_so(name: str, weights: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        narrower(name, 10, weights)
+
+
+def test_the_usual_width_of_the_small_networks_is_sixteen() -> None:
+    for name, make in (("small", small), ("resnet-small", resnet_small)):
+        named, usual = seeded(f"{name}16").state_dict(), seeded(name).state_dict()
+        torch.testing.assert_close(named, usual, rtol=0, atol=0)
+        assert [tuple(p.shape) for p in make().parameters()] == [tuple(p.shape) for p in seeded(name).parameters()]
+
+
+def test_the_small_residual_network_against_its_definition() -> None:
+    """Stem, then per stage relu(block + shortcut), written with functions alone."""
+    model = seeded("resnet-small").eval()
+    state, x = model.state_dict(), torch.randn(2, 3, 16, 16)
+
+    def conv(name: str, x: torch.Tensor, stride: int = 1) -> torch.Tensor:
+        weight = state[f"{name}.weight"]
+        return torch.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
+
+    out = conv("conv1", x).relu()  # BatchNorm starts as the identity, but for its ε
+    for stage, stride in (("layer1", 1), ("layer2", 2), ("layer3", 2)):
+        inner = conv(f"{stage}.conv2", conv(f"{stage}.conv1", out, stride).relu())
+        through = f"{stage}.downsample.0"
+        out = (inner + (conv(through, out, stride) if f"{through}.weight" in state else out)).relu()
+    expected = out.mean((2, 3)) @ state["fc.weight"].T + state["fc.bias"]
+    torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-3)

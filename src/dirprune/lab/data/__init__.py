@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool2d
 
 from dirprune.lab.data import cifar, dataset
 from dirprune.lab.data.imagefolder import SIZE, ImageFolderLoader, find_imagenet
@@ -144,8 +145,9 @@ def load(
         raise ValueError(f"name={name!r}: no such data set; known are {', '.join(NAMES)}")
     if not 0 <= validation < 1:
         raise ValueError(f"validation={validation}: the fraction to hold out must lie in [0, 1)")
-    if size and name not in FOLDERS:
-        raise ValueError(f"--image-size {size}: only the images of {' or '.join(FOLDERS)} are resized; leave it out")
+    if size and name not in (*FOLDERS, *WHOLE):
+        resized = ", ".join((*FOLDERS, *WHOLE))
+        raise ValueError(f"--image-size {size}: only the images of {resized} are resized; leave it out")
     batching = Batching(batch_size, seed, rank, world_size)
     if ":" in name:
         return _own(name, batching, torch.device(device), validation)
@@ -155,7 +157,7 @@ def load(
         return _folder(
             data_root(root), batching, chosen, torch.device(device), validation, augment, readers, size or SIZE
         )
-    data = _read(name, data_root(root), synthetic or Synthetic())
+    data = _shrunk(_read(name, data_root(root), synthetic or Synthetic()), size)
     chosen = _channels(normalization or data.normalization, data.train[0].shape[1])
     return _resident(data, batching, chosen, torch.device(device), validation, augment)
 
@@ -213,6 +215,21 @@ def _read(name: str, root: Path, synthetic: Synthetic) -> _Resident:
         return _make_synthetic(synthetic)
     train, test = cifar.read_cifar(name, root)
     return _Resident(train, test, cifar.LAYOUTS[name].classes, CIFAR_STATISTICS, CROP_PADDING)
+
+
+def _shrunk(data: _Resident, size: int) -> _Resident:
+    """Return the data with every image averaged over squares of pixels, so that ``size`` is its side; 0 for its own."""
+    side = data.train[0].shape[-1]
+    if size in (0, side):
+        return data
+    if side % size:
+        raise ValueError(f"--image-size {size}: the side of the images, {side}, is no multiple of it; halve it instead")
+
+    def shrunk(part: Examples) -> Examples:
+        return avg_pool2d(part[0].float(), side // size).round().to(torch.uint8), part[1]
+
+    padding = None if data.padding is None else data.padding * size // side
+    return replace(data, train=shrunk(data.train), test=shrunk(data.test), padding=padding)
 
 
 def _read_digits() -> _Resident:

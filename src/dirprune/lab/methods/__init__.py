@@ -18,7 +18,9 @@ from dirprune.lab.methods.ham import Ham
 from dirprune.lab.methods.linbreg import LinBreg
 from dirprune.lab.methods.magnitude import Magnitude
 from dirprune.lab.methods.method import Method
+from dirprune.lab.methods.narrow import Narrow
 from dirprune.lab.methods.pat import Pat
+from dirprune.lab.methods.random_mask import RandomMask
 from dirprune.lab.methods.rigl import RigL
 from dirprune.lab.methods.soft_threshold import Str
 from dirprune.lab.methods.variational_dropout import VariationalDropout
@@ -34,7 +36,9 @@ __all__ = [
     "Magnitude",
     "Method",
     "MethodSpec",
+    "Narrow",
     "Pat",
+    "RandomMask",
     "RigL",
     "Str",
     "Variant",
@@ -54,6 +58,8 @@ class Variant:
     cost: str
     fixed: Mapping[str, Option] = field(default_factory=dict)
     """The options that make it this variant."""
+    is_control: bool = False
+    """Whether it only shows what a method of the same density has to beat."""
 
     @property
     def knob(self) -> str | None:
@@ -97,6 +103,15 @@ METHODS: dict[str, Variant] = {
     "acdc": Variant(Acdc, "AC/DC", "sorting all weights eight times"),
     "ham": Variant(Ham, "HAM on AC/DC", "one more pass over the weights in every step, and AC/DC's sorting"),
     "linbreg": Variant(LinBreg, "LinBreg", "one more copy of the weights; it starts with 5% of them"),
+    "random": Variant(
+        RandomMask, "random mask, ERK", "nothing: its mask, of ERK densities, never changes", is_control=True
+    ),
+    "shuffled": Variant(
+        RandomMask, "shuffled mask", "the run whose mask it shuffles within each layer", is_control=True
+    ),
+    "narrow": Variant(
+        Narrow, "small dense", "nothing: it is a dense network with as many weights as a sparse one", is_control=True
+    ),
 }
 
 

@@ -12,22 +12,25 @@ from torch import nn
 
 from dirprune.lab import own
 from dirprune.lab.models.gpt import gpt
-from dirprune.lab.models.resnet import resnet18, resnet50
+from dirprune.lab.models.resnet import resnet18, resnet50, resnet_small
 from dirprune.lab.models.small import small
 from dirprune.lab.models.vgg import vgg16
 from dirprune.lab.models.wide_resnet import wide_resnet
 from dirprune.lab.names import unknown
 
-__all__ = ["NAMES", "build", "gpt", "resnet18", "resnet50", "small", "vgg16", "wide_resnet"]
+__all__ = ["NAMES", "build", "gpt", "narrower", "resnet18", "resnet50", "resnet_small", "small", "vgg16", "wide_resnet"]
 
 _BUILDERS: dict[str, Callable[[int], nn.Module]] = {
     "resnet18": resnet18,
     "resnet50": resnet50,
+    "resnet-small": resnet_small,
     "small": small,
     "vgg16": vgg16,
 }
 _FAMILIES: dict[str, Callable[[int, int, int], nn.Module]] = {"wrn": wide_resnet, "gpt": gpt}
 NAMES = (*_BUILDERS, "wrn28x10", "gpt64x2")
+_SIZED = re.compile(r"(small|resnet-small|gpt)(\d{0,4})(x\d{1,2})?")
+"""Names of networks that have narrow forms."""
 OF_DEVICE = tuple(getattr(torch, name) for name in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, name))
 """Errors of the device, for which no network is to blame; torch 2.6 has only the first."""
 
@@ -37,10 +40,11 @@ def build(name: str, classes: int) -> nn.Module:
 
     Args:
         name: ``"vgg16"``, ``"wrn28x10"`` (any ``"wrn{depth}x{width}"``), ``"resnet50"``, ``"resnet18"`` (the CIFAR
-            stem), ``"small"``, ``"gpt64x2"`` (any ``"gpt{width}x{depth}"``); or ``"package.module:callable"`` for your
-            own, which may be in the current folder. It gets the number of classes as ``num_classes`` or ``classes``,
-            whichever it names (``num_classes`` if it takes any keyword, as torchvision's and timm's do), and no
-            argument if it takes neither. Such a name is imported and called only after `dirprune.lab.trust.allow`.
+            stem), ``"small"`` (any ``"small{width}"``), ``"resnet-small"`` (any ``"resnet-small{width}"``),
+            ``"gpt64x2"`` (any ``"gpt{width}x{depth}"``); or ``"package.module:callable"`` for your own, which may be in
+            the current folder. It gets the number of classes as ``num_classes`` or ``classes``, whichever it names
+            (``num_classes`` if it takes any keyword, as torchvision's and timm's do), and no argument if it takes
+            neither. Such a name is imported and called only after `dirprune.lab.trust.allow`.
         classes: number of outputs, at least 1.
 
     Example:
@@ -59,9 +63,45 @@ def build(name: str, classes: int) -> nn.Module:
                 return make(int(shape[1]), int(shape[2]), classes)
             except RuntimeError as error:  # torch has no other type for memory that is not there
                 raise ValueError(f"model={name!r} cannot be built: {error}; take a smaller one") from error
+    if sized := re.fullmatch(r"(small|resnet-small)(\d{1,4})", name):
+        return (small if sized[1] == "small" else resnet_small)(classes, width=int(sized[2]))
     raise unknown(
         "model", name, NAMES, " (any wrn<depth>x<width> or gpt<width>x<depth>), or your own as package.module:callable"
     )
+
+
+def is_built_quickly(name: str) -> bool:
+    """Return whether a name, which may come from somebody else's file, is that of a network of the lab."""
+    return name in NAMES or bool(_SIZED.fullmatch(name))
+
+
+def narrower(name: str, classes: int, weights: float) -> str:
+    """Return the name of the widest network of this kind that has at most so many weights to prune.
+
+    >>> narrower("small", 10, 4000), narrower("gpt64x2", 256, 10_650)
+    ('small5', 'gpt16x2')
+
+    Raises:
+        ValueError: networks of this kind have one width, or none of them is that small.
+    """
+    if not (kind := _SIZED.fullmatch(name)):
+        raise ValueError(f"model={name!r} has no narrow form; small, resnet-small16 and gpt64x2 have one")
+    fitting = ""
+    for width in range(2, int(kind[2] or 16), 2 if kind[1] == "gpt" else 1):
+        narrow = f"{kind[1]}{width}{kind[3] or ''}"
+        with torch.device("meta"):
+            if size(build(narrow, classes)) > weights:
+                break
+        fitting = narrow
+    if not fitting:
+        raise ValueError(f"model={name!r} has no form of at most {weights:.0f} weights; give a lower sparsity")
+    return fitting
+
+
+def size(model: nn.Module) -> int:
+    """Return how many weights a network has that methods prune: of two dimensions or more, without tables."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
 
 
 def _build_own(spec: str, classes: int) -> nn.Module:

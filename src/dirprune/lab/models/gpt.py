@@ -10,7 +10,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 CONTEXT = 256
 """The longest window that positions are learned for."""
 HEAD = 64
-"""The width of an attention head; narrower networks have four heads."""
+"""The width of an attention head; narrower networks have four heads, or two."""
 
 
 class Block(nn.Module):
@@ -18,7 +18,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = width // HEAD if width > 4 * HEAD else 4
+        self.heads = width // HEAD if width > 4 * HEAD else 4 if width % 4 == 0 else 2
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -74,6 +74,6 @@ def gpt(width: int, depth: int, vocabulary: int) -> nn.Module:
     >>> gpt(64, 2, 256)(torch.zeros(3, 10, dtype=torch.int64)).shape
     torch.Size([3, 256, 10])
     """
-    if width % 4 or (width > 4 * HEAD and width % HEAD):
-        raise ValueError(f"width={width} does not divide into heads; take a multiple of 4, above 256 one of {HEAD}")
+    if width < 1 or width % 2 or (width > 4 * HEAD and width % HEAD):
+        raise ValueError(f"width={width} does not divide into heads; take an even number, above 256 one of {HEAD}")
     return GPT(width, depth, vocabulary)

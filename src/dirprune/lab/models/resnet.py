@@ -87,6 +87,29 @@ class ResNet(nn.Module):
         return logits
 
 
+class SmallResNet(nn.Module):
+    """Stem and three stages of one residual block each, for images of about 16×16."""
+
+    def __init__(self, classes: int, width: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer1 = BasicBlock(width, width, 1)
+        self.layer2 = BasicBlock(width, 2 * width, 2)
+        self.layer3 = BasicBlock(2 * width, 4 * width, 2)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(4 * width, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        out = self.layer1(self.relu(self.bn1(self.conv1(images))))
+        logits: Tensor = self.fc(self.avgpool(self.layer3(self.layer2(out))).flatten(1))
+        return logits
+
+
 def _downsample(channels: int, out: int, stride: int) -> nn.Sequential | None:
     if stride == 1 and channels == out:
         return None
@@ -134,3 +157,21 @@ def resnet18(classes: int = 10, *, small_images: bool = True) -> ResNet:
     Reference: He, Zhang, Ren & Sun, "Deep residual learning for image recognition", 2016.
     """
     return ResNet(BasicBlock, (2, 2, 2, 2), classes, small_images=small_images)
+
+
+def resnet_small(classes: int = 10, width: int = 16) -> SmallResNet:
+    """Return a residual network of 78,042 parameters that a CPU trains in a minute on small images.
+
+    Args:
+        classes: number of outputs.
+        width: channels of the first stage; the next have two and four times as many.
+
+    Example:
+        >>> import torch
+        >>> resnet_small().eval()(torch.zeros(1, 3, 16, 16)).shape
+        torch.Size([1, 10])
+
+    Reference: He, Zhang, Ren & Sun, "Deep residual learning for image recognition", 2016: theirs for CIFAR-10, with one
+    block a stage and projections.
+    """
+    return SmallResNet(classes, width)

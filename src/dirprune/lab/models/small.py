@@ -13,13 +13,13 @@ class SmallNet(nn.Module):
     processes with the same global batch equals training on one.
     """
 
-    def __init__(self, classes: int, channels: int) -> None:
+    def __init__(self, classes: int, channels: int, width: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels, 16, 3, padding=1)
-        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
-        self.conv3 = nn.Conv2d(32, 64, 3, padding=1)
-        self.fc1 = nn.Linear(64 * 2 * 2, 64)
-        self.fc2 = nn.Linear(64, classes)
+        self.conv1 = nn.Conv2d(channels, width, 3, padding=1)
+        self.conv2 = nn.Conv2d(width, 2 * width, 3, padding=1)
+        self.conv3 = nn.Conv2d(2 * width, 4 * width, 3, padding=1)
+        self.fc1 = nn.Linear(4 * width * 2 * 2, 4 * width)
+        self.fc2 = nn.Linear(4 * width, classes)
         # Without normalisation the default init shrinks the signal layer by layer and plain SGD starts slowly.
         for layer in (self.conv1, self.conv2, self.conv3, self.fc1):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
@@ -34,7 +34,7 @@ class SmallNet(nn.Module):
         return logits
 
 
-def small(classes: int = 10, channels: int = 1) -> SmallNet:
+def small(classes: int = 10, channels: int = 1, width: int = 16) -> SmallNet:
     """Return a network of 40,394 parameters for 1×8×8 images in 10 classes.
 
     The layers followed by a ReLU start as N(0, 2 / fan_in) with biases 0; the last one has PyTorch's default init.
@@ -42,6 +42,7 @@ def small(classes: int = 10, channels: int = 1) -> SmallNet:
     Args:
         classes: number of outputs.
         channels: number of channels of an image.
+        width: channels after the first layer; those after the others follow.
 
     Example:
         >>> import torch
@@ -50,4 +51,4 @@ def small(classes: int = 10, channels: int = 1) -> SmallNet:
 
     Reference: the init is that of He, Zhang, Ren & Sun, "Delving deep into rectifiers", 2015.
     """
-    return SmallNet(classes, channels)
+    return SmallNet(classes, channels, width)

@@ -271,6 +271,23 @@ def digits_short() -> Recipe:
 
 
 @recipe
+def resnet_small_cifar10_16() -> Recipe:
+    return Recipe(
+        name="resnet-small-cifar10-16",
+        about="a small residual network on CIFAR-10 at 16×16 pixels: a minute on a CPU, for comparisons",
+        task=Images("cifar10", statistics="cifar", size=16),
+        model="resnet-small",
+        epochs=3,
+        optimizer=Grda(
+            lr=0.05, c=2e-3, mu=0.8, momentum=0.9, nesterov=True, weight_decay=5e-4, exempt=("bias", "norm")
+        ),
+        batch_size=64,
+        schedule=Schedule("cosine", warmup=0.2),
+        cpu=Execution(precision="bfloat16", channels_last=True, threads=1),
+    )
+
+
+@recipe
 def gpt_python() -> Recipe:
     return Recipe(
         name="gpt-python",

@@ -13,17 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dirprune import SparsityReport
+from dirprune.lab.methods import METHODS, Narrow
 from dirprune.lab.records.columns import Amount, Count, Fraction, Percent
 from dirprune.lab.records.files import as_read
 from dirprune.lab.records.tables import read_rows
 from dirprune.lab.studies.comparison.figures import layer_bars
 from dirprune.lab.studies.comparison.ranking import Point, Reached
 from dirprune.lab.studies.comparison.tradeoff import LayerBar
-from dirprune.lab.studies.comparison.trials import CONTESTANTS, enter, known_as, setting
+from dirprune.lab.studies.comparison.trials import CONTESTANTS, comparable, enter, known_as, setting
 from dirprune.lab.studies.comparison.tuning import OPTIONS, TABLE
 from dirprune.lab.tasks import Images, Measure, Text
 from dirprune.lab.training import recipes, runs
-from dirprune.lab.training.costs import macs_left, priced
+from dirprune.lab.training.costs import macs_left, narrowing, priced
 from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe
 from dirprune.lab.training.recipes import departures
 from dirprune.lab.training.runs import History, Outcome
@@ -113,13 +114,17 @@ class Row:
                 f"{run.folder / 'metrics.jsonl'} ends at epoch {reached}, but the run has {run.recipe.epochs}; restore "
                 f"it from a copy, or remove {run.folder}: its row of the tables then counts, or it is trained again"
             )
+        gone = _number(None if last is None else share_of_weights(zeros) if zeros else last.weight_sparsity)
+        saved = _number(1 - zeros.cost_left_fraction if zeros and zeros.cost_left_fraction is not None else None)
+        if run.recipe.method and run.recipe.method.variant.kind is Narrow:
+            gone, saved = narrowing(run.recipe, comparable(run.recipe).model)
         return Row(
             run=run.folder.name,
             method=pruner.name,
             knob=pruner.knob or "",
             value=_number(pruner.value),
             seed=run.recipe.seed,
-            sparsity=math.nan if last is None else share_of_weights(zeros) if zeros else last.weight_sparsity,
+            sparsity=gone,
             overall_sparsity=last.sparsity if last else math.nan,
             test_accuracy=last.test_accuracy if last else math.nan,
             test_loss=last.test_loss if last else math.nan,
@@ -130,7 +135,7 @@ class Row:
             commit=run.told("commit"),
             device=run.told("device"),
             recipe=shared(run.recipe, free),
-            macs_left=_number(zeros.cost_left_fraction if zeros else None),
+            macs_left=1 - saved,
             task=run.recipe.task.name,
             settings=as_text(run.recipe),
         )
@@ -149,7 +154,7 @@ def shared(recipe: Recipe, free: set[str]) -> str:
     'digits epochs=3'
     """
     known = recipe.name in recipes.names()
-    return f"{recipe.name} {departures(recipe, free) if known else ''}".rstrip()
+    return f"{recipe.name} {departures(comparable(recipe), free) if known else ''}".rstrip()
 
 
 def as_text(recipe: Recipe) -> str:
@@ -216,7 +221,8 @@ def read(out: Path) -> list[Ended]:
         run = runs.load(config.parent).read()
         if run.outcome is not None:
             row, zeros = Row.of(run, options), run.outcome.zeros
-            bars = layer_bars(row.title, priced(zeros, run.recipe)) if zeros else []
+            is_pruned = zeros and row.method not in (name for name, each in METHODS.items() if each.kind is Narrow)
+            bars = layer_bars(row.title, priced(zeros, run.recipe)) if zeros and is_pruned else []
             found.append(Ended(row, tuple(bars)))
     order = {name: place for place, name in enumerate(CONTESTANTS)}
 

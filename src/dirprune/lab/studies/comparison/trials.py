@@ -9,9 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from dirprune.lab.methods import METHODS, Method, MethodSpec, Option, Variant
+import torch
+
+from dirprune.lab import models
+from dirprune.lab.methods import METHODS, Method, MethodSpec, Narrow, Option, Variant
 from dirprune.lab.names import unknown
 from dirprune.lab.training import recipes
+from dirprune.lab.training.costs import classes_of
 from dirprune.lab.training.optimizers import OPTIMIZERS, Grda, OptimizerSpec
 from dirprune.lab.training.recipe import Recipe
 
@@ -32,14 +36,20 @@ CONTESTANTS: Mapping[str, type[OptimizerSpec] | Variant] = {**OPTIMIZERS, **METH
 """What takes part in a comparison: every optimizer and method, by the name that users type."""
 
 
+TARGETED = ("grda-target", "adamgrda")
+"""gRDA at a target: whose masks are shuffled, and whose differences from the others are shown unless told otherwise."""
+
+SHUFFLED = "shuffled"
+
+
 def usual(recipe: Recipe) -> list[str]:
-    """Return who takes part unless others are named: optimizers of the recipe's kind, and methods that are no variants.
+    """Return who takes part unless others are named: optimizers of the recipe's kind, and methods but variants.
 
     >>> usual(recipes.get("digits"))[:5]
     ['grda', 'grda-target', 'sgd', 'rda', 'magnitude']
     """
     kin = [name for name, kind in OPTIMIZERS.items() if kind.dense == recipe.optimizer.dense]
-    return kin + [name for name, variant in METHODS.items() if not variant.fixed]
+    return kin + [name for name, variant in METHODS.items() if not (variant.fixed or variant.is_control)]
 
 
 def contestant(name: str) -> type[OptimizerSpec] | Variant:
@@ -70,7 +80,28 @@ def enter(recipe: Recipe, name: str, value: float | None, settings: Settings | N
         return recipe.but(optimizer=name, method=None, **options)
     takes = inspect.signature(METHODS[name].kind).parameters
     own = {option: options.pop(option) for option in list(options) if option in takes}
+    if METHODS[name].kind is Narrow and value is not None:
+        own["of"] = recipe.model
+        options["model"] = _narrow(recipe, value)
     return recipe.but(optimizer=recipe.optimizer.dense, method=MethodSpec.of(name, **own), **options)
+
+
+def _narrow(recipe: Recipe, sparsity: float) -> str:
+    """Return the name of the small dense network of a recipe."""
+    classes = classes_of(recipe)
+    if classes is None or ":" in recipe.model:
+        raise ValueError(f"narrow needs a network and data of the lab, not {recipe.model} on {recipe.task.data}")
+    with torch.device("meta"):
+        whole = models.size(models.build(recipe.model, classes))
+    return models.narrower(recipe.model, classes, (1 - sparsity) * whole)
+
+
+def comparable(recipe: Recipe) -> Recipe:
+    """Return the recipe with the network that its runs are compared by: the wide one beside a small dense network."""
+    method = recipe.method
+    if method is None or method.variant.kind is not Narrow:
+        return recipe
+    return recipe.but(model=str(dict(method.options)["of"]))
 
 
 def setting(knob: str | None, value: float | None) -> str:
@@ -99,6 +130,7 @@ def plan(
     seeds: int = 1,
     sweeps: Mapping[str, Sequence[float]] | None = None,
     settings: Mapping[str, Settings] | None = None,
+    layers: Mapping[tuple[int, float], str] | None = None,
     batches: int,
 ) -> list[Recipe]:
     """Return the runs of a comparison: all methods with the first seed, then all with the next.
@@ -112,6 +144,9 @@ def plan(
         settings: options by method, instead of the recipe's and its usual ones.
         batches: steps per epoch, on which the default sweeps depend.
 
+        layers: the zeros of each layer, by seed and sparsity, of the runs whose masks are shuffled; runs of "shuffled"
+            are planned for these alone.
+
     Raises:
         ValueError: a method or a value cannot be used.
 
@@ -121,7 +156,7 @@ def plan(
         >>> [run_name(each) for each in planned]
         ['sgd-s0', 'rigl-sparsity0.5-s0', 'rigl-sparsity0.9-s0']
     """
-    sweeps, settings = sweeps or {}, settings or {}
+    sweeps, settings, layers = sweeps or {}, settings or {}, layers or {}
     chosen = usual(recipe) if methods is None else list(dict.fromkeys(methods))
     if not chosen:
         raise ValueError(f"methods={methods!r} names no method; choose from {', '.join(CONTESTANTS)}")
@@ -134,12 +169,19 @@ def plan(
     for name, knob in knobs.items():
         default = sparsities if knob == "sparsity" else default_sweep(name, recipe, batches, settings.get(name))
         swept[name] = sweeps.get(name, default) if knob else (None,)
-    return [
-        enter(recipe.but(seed=seed), name, value, settings.get(name))
-        for seed in range(recipe.seed, recipe.seed + seeds)
-        for name, values in swept.items()
-        for value in values
-    ]
+    if SHUFFLED in chosen and not any(name in TARGETED for name in chosen):
+        raise ValueError(f"{SHUFFLED} takes its masks from {' or '.join(TARGETED)}; add the one that fits the recipe")
+    planned = []
+    for seed in range(recipe.seed, recipe.seed + seeds):
+        for name, values in swept.items():
+            for value in values:
+                own = dict(settings.get(name, {}))
+                if name == SHUFFLED:
+                    if value is None or (seed, value) not in layers:
+                        continue
+                    own["layers"] = layers[seed, value]
+                planned.append(enter(recipe.but(seed=seed), name, value, own))
+    return planned
 
 
 def default_sweep(name: str, recipe: Recipe, batches: int, settings: Settings | None = None) -> list[float]:

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-TARGETED = ("grda-target", "adamgrda")
-"""gRDA at a target, whose differences from the others are shown unless another is named."""
-
 
 @app.command()
 def compare(
@@ -223,7 +220,7 @@ def _train(study: Study, settings: Mapping[str, Settings]) -> bool:
 
     from dirprune.lab.cli.follow import follow_series
     from dirprune.lab.studies.comparison import rows, trials
-    from dirprune.lab.studies.comparison.work import Progress, compare, wider
+    from dirprune.lab.studies.comparison.work import Progress, compare, layers_left, wider
     from dirprune.lab.training.experiment import load_data
 
     told: set[str] = set()
@@ -235,6 +232,7 @@ def _train(study: Study, settings: Mapping[str, Settings]) -> bool:
 
     batches = len(load_data(study.recipe, device=torch.device("cpu"), root=study.here.root).train)
     sweeps = {name: values for name, values in study.sweeps.items() if name in (study.methods or [name])}
+    layers: dict[tuple[int, float], str] = {}
     while True:
         planned = trials.plan(
             study.recipe,
@@ -243,6 +241,7 @@ def _train(study: Study, settings: Mapping[str, Settings]) -> bool:
             seeds=study.seeds,
             sweeps=sweeps,
             settings=settings,
+            layers=layers,
             batches=batches,
         )
         steps = compare(planned, study.out, study.here)
@@ -253,11 +252,13 @@ def _train(study: Study, settings: Mapping[str, Settings]) -> bool:
         found = rows.read(study.out)
         if not {trials.run_name(recipe) for recipe in planned} <= {each.row.run for each in found}:
             return False
+        before, layers = layers, layers_left(found) if trials.SHUFFLED in (study.methods or ()) else {}
         more = wider(ours, found, study.sparsities)
-        if not more:
+        if not more and layers == before:
             return True
-        say(f"Not every sparsity lies between two runs of {', '.join(more)}; trying {_latest(more)}.")
-        sweeps = {**sweeps, **more}
+        if more:
+            say(f"Not every sparsity lies between two runs of {', '.join(more)}; trying {_latest(more)}.")
+            sweeps = {**sweeps, **more}
 
 
 def _latest(sweeps: Mapping[str, Sequence[float]]) -> str:
@@ -270,6 +271,7 @@ def _conclude(out: Path, sparsities: Sequence[float], output: Output, against: s
     """Show the ranking of the runs that have ended so far, and write tables and figures."""
     from dirprune.lab.studies.comparison import rows as runs
     from dirprune.lab.studies.comparison import tables as comparison
+    from dirprune.lab.studies.comparison.trials import TARGETED
 
     found = runs.read(out)
     if not found:

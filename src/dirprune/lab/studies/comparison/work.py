@@ -14,7 +14,7 @@ from pathlib import Path
 from dirprune.lab.studies.comparison.ranking import read_at
 from dirprune.lab.studies.comparison.rows import Ended, Row, free, noted, read, shared
 from dirprune.lab.studies.comparison.tables import ranking
-from dirprune.lab.studies.comparison.trials import Settings, rounded, run_name
+from dirprune.lab.studies.comparison.trials import TARGETED, Settings, comparable, rounded, run_name
 from dirprune.lab.studies.comparison.tuning import Trial
 from dirprune.lab.training import runs
 from dirprune.lab.training.at_once import trained
@@ -100,6 +100,15 @@ def judged(folder: Path, number: int, settings: Mapping[str, Settings], sparsity
     return trials
 
 
+def layers_left(found: Sequence[Ended]) -> dict[tuple[int, float], str]:
+    """Return the zeros of each layer of gRDA's runs at a target, by seed and sparsity, for masks that are shuffled."""
+    return {
+        (each.row.seed, each.row.value): ",".join(f"{bar.sparsity:.9g}" for bar in each.layers)
+        for each in found
+        if each.row.method in TARGETED and each.layers
+    }
+
+
 def _missing(found: Sequence[Ended], values: Sequence[float], sparsities: Sequence[float]) -> float | None:
     """Return the value that the first incomplete seed needs, preferably beyond the present ones; None if none does."""
     for seed in sorted({one.row.seed for one in found}):
@@ -126,7 +135,7 @@ def _check_alike(out: Path, elsewhere: Sequence[Row], recipe: Recipe, device_typ
     precision, options = recipe.execution(device_type).precision, free(out)
     for config in sorted((out / "runs").glob("*/config.json")):
         there = runs.load(config.parent).recipe
-        if other := differing(there, recipe, options):
+        if other := differing(comparable(there), comparable(recipe), options):
             theirs, ours = (f"{other[0]}={each.values()[other[0]]}" for each in (there, recipe))
             raise ValueError(
                 f"{config.parent} was trained with {theirs}, which cannot be compared with {ours}; give another --out"
