@@ -135,7 +135,9 @@ def train(
         str | None,
         typer.Option(help="Another data set; folder for the images in --data, or your own as package.module:name."),
     ] = None,
-    image_size: Annotated[int | None, typer.Option(min=1, help="Side of the images of a folder, in pixels.")] = None,
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="Side of the images of a folder or of CIFAR, in pixels.")
+    ] = None,
     start: Annotated[
         Path | None,
         typer.Option("--from", help="Start from these weights: a run, or a .safetensors or torch.save file."),
