@@ -16,8 +16,10 @@ from test_cli import call
 from test_train import numbers
 from torch import nn
 
+from dirprune.lab.records.files import LOCK
+from dirprune.lab.studies.tune import paper_rule as tune
 from dirprune.lab.training import recipes, runs
-from dirprune.lab.training.at_once import Died, at_once, trained
+from dirprune.lab.training.at_once import Failed, FailedSoFar, Lost, at_once, trained
 from dirprune.lab.training.series import Planned, Step
 from dirprune.lab.training.surroundings import Surroundings
 
@@ -51,7 +53,7 @@ def test_what_was_stopped_goes_on_with_another_number_at_once(tmp_path: Path) ->
     long = [Planned(tmp_path / f"run{i}", QUICK.but(seed=i, epochs=200, batch_size=500)) for i in range(3)]
     started: list[Step] = []
     stopping = replace(HERE, stopping=lambda: len(started) > 4)
-    for step in at_once(long, stopping, 2):
+    for step in trained(long, stopping):
         started += [step]
     assert not any(step.ended for step in started)
     reached = [runs.load(plan.folder).saved for plan in long[:2]]
@@ -64,13 +66,19 @@ def test_what_was_stopped_goes_on_with_another_number_at_once(tmp_path: Path) ->
     assert again.epoch == reached[0] + 1
 
 
-def test_a_run_that_fails_is_named_and_the_others_are_saved(tmp_path: Path) -> None:
-    good, bad = plans(tmp_path, 2)
+def test_a_run_that_fails_is_named_and_the_others_are_trained(tmp_path: Path) -> None:
+    good, bad, other = plans(tmp_path)
     bad = Planned(bad.folder, QUICK.but(model="vgg16"))
-    with pytest.raises(ValueError, match=r"run1: model='vgg16' does not fit"):
-        list(at_once([good, bad], HERE, 2))
+    ended: list[int] = []
+    with (
+        pytest.warns(FailedSoFar, match=r"run1: model='vgg16' does not fit .* The others go on"),
+        pytest.raises(
+            Failed, match=r"1 of 3 failed; the same command tries them again\n.*run1: model='vgg16' does not"
+        ),
+    ):
+        ended.extend(step.number for step in trained([bad, good, other], HERE) if step.ended)
+    assert ended == [2, 3]
     assert not bad.folder.exists()
-    assert [step.number for step in at_once([good], HERE, 2) if step.ended] == [1]
 
 
 def killed(num_classes: int) -> nn.Module:
@@ -78,18 +86,40 @@ def killed(num_classes: int) -> nn.Module:
     return nn.Identity()
 
 
-def test_a_process_that_is_killed_is_named_and_the_rest_can_go_on(tmp_path: Path) -> None:
+def test_a_run_whose_process_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    plan = Planned(tmp_path / "run", QUICK.but(epochs=12, batch_size=500))
+    epochs: list[int] = []
+
+    def killing(step: Step) -> bool:
+        if step.epoch == 2 and 2 not in epochs:
+            os.kill(int((plan.folder / LOCK).read_text().split()[1]), signal.SIGKILL)
+        epochs.append(step.epoch)
+        return step.ended
+
+    with pytest.warns(Lost, match=r"run: its process ended with code -9: it was killed, or .* started again"):
+        assert sum(map(killing, trained([plan], replace(HERE, save_every=1)))) == 1
+    assert epochs.count(0) == 1  # it did not start again from the beginning
+    assert [record.epoch for record in runs.load(plan.folder).records()] == list(range(1, 13))
+
+
+def test_a_run_that_kills_its_process_every_time_is_given_up(tmp_path: Path) -> None:
+    good, doomed = plans(tmp_path, 2)
     doomed = Planned(tmp_path / "doomed", QUICK.but(model="test_at_once:killed"))
     runs.create(doomed.folder, doomed.recipe)  # which trusts its network
-    with pytest.raises(Died, match=r"doomed ended with code -9: it was killed, or memory ran out"):
-        list(at_once([doomed], HERE, 2))
+    with (
+        pytest.warns(Lost) as told,
+        pytest.raises(Failed, match=r"doomed: its process ended with code -9: .*, 3 times"),
+    ):
+        list(trained([doomed, good], HERE))
+    assert len([each for each in told if each.category is Lost]) == 2
+    assert runs.load(good.folder).outcome() is not None
 
 
 def test_nothing_goes_on_when_the_caller_is_gone(tmp_path: Path) -> None:
     long = [Planned(tmp_path / f"run{i}", QUICK.but(seed=i, epochs=500)) for i in range(2)]
-    steps = at_once(long, HERE, 2)
-    assert next(steps).number in (1, 2)
-    steps.close()  # type: ignore[attr-defined]
+    steps = at_once(long, HERE)
+    assert next(steps)[0] in (1, 2)
+    steps.close()
     time.sleep(0.5)
     before = [len(runs.load(plan.folder).records()) for plan in long if plan.folder.exists()]
     time.sleep(0.5)
@@ -109,3 +139,14 @@ def test_a_comparison_has_the_same_tables(tmp_path: Path) -> None:
         for name in ("together", "alone")
     )
     assert ours == theirs
+
+
+def test_a_search_has_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "C_LIMIT", 4e-4)
+    recipe = recipes.get("digits-short").but(batch_size=500)
+    together, alone = (
+        list(tune.tune(recipe, replace(HERE, at_once=count), epochs=1, mus=(0.6, 0.55), out=tmp_path / str(count)))
+        for count in (2, 1)
+    )
+    assert together == alone
+    assert (tmp_path / "2" / "trials.csv").read_bytes() == (tmp_path / "1" / "trials.csv").read_bytes()

@@ -21,11 +21,13 @@ from dirprune.lab.records.tables import read_rows
 from dirprune.lab.studies.tune import paper_rule as tune
 from dirprune.lab.studies.tune.paper_rule import Measured, Trial, choose
 from dirprune.lab.training import experiment, runs
+from dirprune.lab.training.at_once import together
 from dirprune.lab.training.loop import Divergence, EpochRecord, train
 from dirprune.lab.training.recipe import Recipe, changed
 from dirprune.lab.training.recipes import get
+from dirprune.lab.training.surroundings import Surroundings
 
-CPU = torch.device("cpu")
+HERE = Surroundings(torch.device("cpu"))
 QUICK = replace(get("digits-short"), batch_size=256)
 
 
@@ -57,7 +59,7 @@ def test_c_doubles_from_1e_4_until_two_trials_in_a_row_fail(imagine: Any) -> Non
     tried = imagine(
         lambda r: 90.0 if r.optimizer.value is None else 88.9 if round(r.optimizer.value, 6) in misses else 89.0
     )
-    trials = list(tune.tune(QUICK, mus=(0.51, 0.6), device=CPU))
+    trials = list(tune.tune(QUICK, mus=(0.51, 0.6), here=HERE))
     assert trials[0] == Trial("sgd", 0.0, 0.0, 90.0, 0.0, True)
     for mu, part in ((0.51, trials[1:7]), (0.6, trials[7:])):
         assert [trial.mu for trial in part] == [mu] * 6
@@ -69,20 +71,20 @@ def test_c_doubles_from_1e_4_until_two_trials_in_a_row_fail(imagine: Any) -> Non
 
 def test_the_search_ends_where_nothing_ever_fails(imagine: Any) -> None:
     imagine(lambda r: 90.0)
-    trials = list(tune.tune(QUICK, mus=(0.6,), device=CPU))
+    trials = list(tune.tune(QUICK, mus=(0.6,), here=HERE))
     assert 0.5 < trials[-1].c <= 1.0
     assert choose(trials) == trials[-1]
 
 
 def test_a_validation_share_of_the_recipe_is_kept(imagine: Any) -> None:
     tried = imagine(lambda r: 90.0)
-    next(tune.tune(QUICK.but(validation=0.3), device=CPU))
+    next(tune.tune(QUICK.but(validation=0.3), here=HERE))
     assert tried[0].task.validation == 0.3
 
 
 def test_divergence_fails_a_trial_and_has_no_accuracy(imagine: Any) -> None:
     imagine(lambda r: 90.0 if r.optimizer.value is None or r.optimizer.value < 3e-4 else None)
-    trials = list(tune.tune(QUICK, mus=(0.6,), device=CPU))
+    trials = list(tune.tune(QUICK, mus=(0.6,), here=HERE))
     assert [(trial.accuracy, trial.passes) for trial in trials[1:]] == [
         *((90.0, True), (90.0, True)),
         *((None, False), (None, False)),
@@ -95,14 +97,14 @@ def test_divergence_fails_a_trial_and_has_no_accuracy(imagine: Any) -> None:
 def test_a_bad_mu_is_refused_before_any_work(imagine: Any) -> None:
     tried = imagine(lambda r: 90.0)
     with pytest.raises(ValueError, match=r"--mu -0\.5 cannot be used"):
-        next(tune.tune(QUICK, mus=(0.6, -0.5), device=CPU))
+        next(tune.tune(QUICK, mus=(0.6, -0.5), here=HERE))
     assert tried == []
 
 
 @pytest.mark.parametrize("options", [{"epochs": 0}, {"epochs": 6}, {"tolerance": -1.0}, {"tolerance": math.nan}])
 def test_bad_options_are_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
-        next(tune.tune(QUICK, device=CPU, **options))
+        next(tune.tune(QUICK, here=HERE, **options))
 
 
 def trial(c: float, mu: float, sparsity: float, passes: bool = True) -> Trial:
@@ -123,7 +125,7 @@ def test_recorded_trials_are_not_trained_again(imagine: Any, tmp_path: Path) -> 
             90.0 if r.optimizer.value is None else None if r.optimizer.value > 5e-4 else 90.0 - 2000 * r.optimizer.value
         )
     )
-    options: dict[str, Any] = {"mus": (0.51,), "device": CPU, "out": tmp_path / "search"}
+    options: dict[str, Any] = {"mus": (0.51,), "here": HERE, "out": tmp_path / "search"}
     first = list(islice(tune.tune(QUICK, **options), 3))
     assert len(tried) == 3
     whole = list(tune.tune(QUICK, **options))
@@ -143,26 +145,59 @@ def test_recorded_trials_are_not_trained_again(imagine: Any, tmp_path: Path) -> 
     assert [recipe.values()["mu"] for recipe in tried[6:]] == [0.6] * 5
 
 
+@pytest.mark.parametrize("count", [1, 3, 100])
+def test_several_trials_at_once_are_those_of_the_search_and_no_more(
+    imagine: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def accuracy(recipe: Recipe) -> float | None:
+        mu = recipe.values().get("mu")
+        return 90.0 if recipe.optimizer.value is None else 90.0 - 1e3 * recipe.optimizer.value * (2 if mu == 0.6 else 1)
+
+    waves: list[list[str]] = []
+
+    def one_by_one(jobs: Any, here: Surroundings) -> Iterator[Any]:
+        waves.append([job.name for job in jobs])
+        return together(jobs, HERE)
+
+    monkeypatch.setattr(tune, "together", one_by_one)
+    tried = imagine(accuracy)
+    found = list(tune.tune(QUICK, replace(HERE, at_once=count), mus=(0.6, 0.51)))
+    assert [(trial.mu, trial.passes) for trial in found] == [
+        (0.0, True),
+        *((0.6, passes) for passes in (True, True, True, False, False)),
+        *((0.51, passes) for passes in (True, True, True, True, False, False)),
+    ]
+    assert len(tried) == len(found)
+    if count == 100:
+        assert waves == [
+            ["SGD", "c=0.0001, mu=0.6", "c=0.0002, mu=0.6", "c=0.0001, mu=0.51", "c=0.0002, mu=0.51"],
+            ["c=0.0004, mu=0.6", "c=0.0008, mu=0.6", "c=0.0004, mu=0.51", "c=0.0008, mu=0.51"],
+            ["c=0.0016, mu=0.6", "c=0.0016, mu=0.51", "c=0.0032, mu=0.51"],
+        ]
+    else:
+        assert max(map(len, waves)) == count
+
+
 def test_a_folder_of_other_trials_is_refused_and_left_alone(imagine: Any, tmp_path: Path) -> None:
     tried = imagine(lambda r: 90.0)
-    next(tune.tune(QUICK, device=CPU, out=tmp_path))
+    next(tune.tune(QUICK, here=HERE, out=tmp_path))
     before = (tmp_path / "trials.csv").read_text()
     with pytest.raises(ValueError, match=r"was started with lr=0\.1, not lr=0\.2; give another --out"):
-        next(tune.tune(QUICK.but(lr=0.2), device=CPU, out=tmp_path))
+        next(tune.tune(QUICK.but(lr=0.2), here=HERE, out=tmp_path))
     with pytest.raises(ValueError, match=r"--epochs=3, not --epochs=2"):
-        next(tune.tune(QUICK, epochs=2, device=CPU, out=tmp_path))
+        next(tune.tune(QUICK, epochs=2, here=HERE, out=tmp_path))
     with pytest.raises(ValueError, match=r"--precision=float32, not --precision=bfloat16"):
-        next(tune.tune(changed(QUICK, precision="bfloat16"), device=CPU, out=tmp_path))
+        next(tune.tune(changed(QUICK, precision="bfloat16"), here=HERE, out=tmp_path))
     run = runs.create(tmp_path / "run", QUICK)
     with pytest.raises(ValueError, match=r"run is a run directory; give another --out"):
-        next(tune.tune(QUICK, device=CPU, out=run.folder))
+        next(tune.tune(QUICK, here=HERE, out=run.folder))
     assert (len(tried), (tmp_path / "trials.csv").read_text()) == (1, before)
 
 
 def test_a_search_that_sgd_ends_records_nothing(imagine: Any, tmp_path: Path) -> None:
     imagine(lambda r: None)
     with pytest.raises(ValueError, match="SGD itself diverges"):
-        next(tune.tune(QUICK, device=CPU, out=tmp_path / "search"))
+        next(tune.tune(QUICK, here=HERE, out=tmp_path / "search"))
     assert not (tmp_path / "search").exists()
 
 
@@ -171,13 +206,13 @@ def test_a_search_that_sgd_ends_records_nothing(imagine: Any, tmp_path: Path) ->
 
 def test_a_trial_is_the_beginning_of_the_recipes_own_schedule() -> None:
     """A trial of 2 epochs equals the first 2 epochs of a run of 5 with the same data held out."""
-    trials = tune.tune(QUICK, epochs=2, mus=(0.7,), device=CPU)
+    trials = tune.tune(QUICK, epochs=2, mus=(0.7,), here=HERE)
     dense, sparse = next(trials), next(trials)
     for found, recipe in (
         (dense, QUICK.but(optimizer="sgd", validation=0.1)),
         (sparse, QUICK.but(c=1e-4, mu=0.7, validation=0.1)),
     ):
-        parts = experiment.assemble(recipe, device=CPU, root=None)
+        parts = experiment.assemble(recipe, device=HERE.device, root=None)
         assert parts.loaders.validation is not None
         whole = train(
             parts.model,
@@ -210,12 +245,12 @@ def test_the_test_set_is_never_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     load = data.load
     monkeypatch.setattr(data, "load", lambda *args, **options: replace(load(*args, **options), test=Untouchable()))
     monkeypatch.setattr(tune, "C_LIMIT", 2e-4)
-    assert len(list(tune.tune(QUICK, epochs=1, tolerance=100.0, mus=(0.6,), device=CPU))) == 3
+    assert len(list(tune.tune(QUICK, epochs=1, tolerance=100.0, mus=(0.6,), here=HERE))) == 3
 
 
 def test_sgd_that_diverges_is_an_error_that_names_the_learning_rate() -> None:
     with pytest.raises(ValueError, match=r"SGD itself diverges at lr=1e\+30; .*--lr"):
-        next(tune.tune(QUICK.but(lr=1e30), epochs=1, device=CPU))
+        next(tune.tune(QUICK.but(lr=1e30), epochs=1, here=HERE))
 
 
 def test_grda_that_diverges_in_training_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +261,7 @@ def test_grda_that_diverges_in_training_fails(monkeypatch: pytest.MonkeyPatch) -
         yield record(90.0, 0.0)
 
     monkeypatch.setattr(tune, "train", diverging)
-    trials = list(tune.tune(QUICK, epochs=2, mus=(0.6,), device=CPU))
+    trials = list(tune.tune(QUICK, epochs=2, mus=(0.6,), here=HERE))
     assert [found.accuracy for found in trials[1:]] == [None, None]
     assert choose(trials) is None
 

@@ -154,7 +154,16 @@ SeedOption = Annotated[
 ]
 KeepOption = Annotated[str | None, typer.Option(help="Epochs whose checkpoints are kept, e.g. 0,10,100.")]
 AtOnceOption = Annotated[
-    int, typer.Option(min=1, help="Runs to train at the same time, each in a process with one CPU thread.")
+    int | None,
+    typer.Option(
+        min=1,
+        help="Runs to train at the same time, each in a process with one CPU thread.",
+        show_default="1, or what a cluster has room for",
+    ),
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(help="Train on the Ray cluster at this address, or on your own here: auto.", show_default="none"),
 ]
 MinutesOption = Annotated[
     float | None, typer.Option(help="Save and stop after this many minutes.", show_default="no limit")
@@ -230,18 +239,22 @@ def _columns(width: int) -> list[ProgressColumn]:
     ]
 
 
+def drawing() -> Progress:
+    """Return what draws bars; on a stream that is no terminal it is disabled."""
+    console = Console(stderr=True)
+    hidden = not console.is_terminal or console.is_dumb_terminal  # rich draws nothing there
+    # Do not redirect stdout: it may be a file while the bar is on a terminal.
+    return Progress(*_columns(console.width), console=console, disable=hidden, transient=True, redirect_stdout=False)
+
+
 @contextmanager
 def bar(description: str, total: float | None, *, unit: str = "") -> Iterator[Callable[..., None]]:
     """Show a progress bar on a terminal, or print a line every ten seconds elsewhere.
 
     Yields ``advance(count, note="…", total=…, restart="new description", unit="…")``.
     """
-    console = Console(stderr=True)
-    hidden = not console.is_terminal or console.is_dumb_terminal  # rich draws nothing there
-    columns = _columns(console.width)
     spoken = time.monotonic()
-    # Do not redirect stdout: it may be a file while the bar is on a terminal.
-    with Progress(*columns, console=console, disable=hidden, transient=True, redirect_stdout=False) as progress:
+    with drawing() as progress:
         task = progress.add_task(description, total=total, note="", unit=unit)
 
         def advance(count: float = 1, restart: str | None = None, **changes: Any) -> None:
@@ -250,14 +263,14 @@ def bar(description: str, total: float | None, *, unit: str = "") -> Iterator[Ca
                 progress.reset(task, description=restart, **{**progress.tasks[task].fields, "note": ""})
             given = {name: value for name, value in changes.items() if value is not None}
             progress.update(task, advance=count, **given)
-            if hidden and time.monotonic() - spoken >= QUIET:
-                say(_line(progress.tasks[task]))
+            if progress.disable and time.monotonic() - spoken >= QUIET:
+                say(line(progress.tasks[task]))
                 spoken = time.monotonic()
 
         yield advance
 
 
-def _line(task: Task) -> str:
+def line(task: Task) -> str:
     """Return the state of a bar as text: "epoch 5: 12/300 products, residual 1.9e-04"."""
     numbers = [task.completed] if task.total is None else [task.completed, task.total]
     counted = f"{'/'.join(f'{round(number, 2):.10g}' for number in numbers)} {task.fields['unit']}".rstrip()

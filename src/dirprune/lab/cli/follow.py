@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,6 +15,7 @@ import typer
 
 from dirprune._support.atomic import named
 from dirprune.lab.cli.console import INTERRUPTED, Interruption, bar, say
+from dirprune.lab.cli.lines import lines
 from dirprune.lab.cli.output import Output
 from dirprune.lab.data.loader import Batch, Loader
 from dirprune.lab.training.experiment import conduct
@@ -104,9 +105,9 @@ def follow_series(
     interruption: Interruption,
     *,
     ended: Callable[[Taken], None],
-    at_once: int = 1,
+    several: bool = False,
 ) -> None:
-    """Train a series of runs with a progress bar, until it ends, Ctrl-C is pressed or the time is up.
+    """Train a series of runs with a progress display, until it ends, Ctrl-C is pressed or the time is up.
 
     Args:
         steps: the steps from `dirprune.lab.training.series` or `dirprune.lab.studies.comparison.work`.
@@ -114,26 +115,16 @@ def follow_series(
         epochs: the number of epochs of each run.
         interruption: tells when to stop; ``steps`` must use the same one.
         ended: called for every run that has ended.
-        at_once: how many of them train at the same time; the bar then counts the epochs of all.
+        several: whether they train at the same time; each that trains then has a line of its own.
     """
-    count = number = 0
-    done: dict[int, int] = {}
+    count = 0
+    follows = _together if several else _in_turn
     with (
         interruption.listening(),
-        bar("", total=None, unit="epochs") as advance,
         suppress(KeyboardInterrupt),  # the second one
+        closing(follows(steps, titles, epochs)) as followed,
     ):
-        for step in steps:
-            title, note = titles[step.number - 1], step.note
-            if at_once > 1:
-                note = f"{title}: {note}"
-                if not done:
-                    advance(0, restart=f"{len(titles)} runs, {at_once} at once", total=sum(epochs))
-            elif step.number != number:
-                number = step.number
-                advance(0, restart=f"[{number}/{len(titles)}] {title}", total=epochs[number - 1])
-            advance(step.epoch - done.get(step.number, 0), note=note)
-            done[step.number] = step.epoch
+        for step in followed:
             if step.ended:
                 count += 1
                 ended(step)
@@ -141,6 +132,39 @@ def follow_series(
         say(f"Stopped; {count} of {len(titles)} runs are complete. Run the same command to continue.")
     if interruption.asked:
         raise typer.Exit(INTERRUPTED)
+
+
+def _in_turn(steps: Iterable[Taken], titles: Sequence[str], epochs: Sequence[int]) -> Generator[Taken]:
+    """Pass on the steps of runs that train one after the other, under the bar of the one that trains."""
+    number = done = 0
+    with bar("", total=None, unit="epochs") as advance:
+        for step in steps:
+            if step.number != number:
+                number, done = step.number, 0
+                advance(0, restart=f"[{number}/{len(titles)}] {titles[number - 1]}", total=epochs[number - 1])
+            advance(step.epoch - done, note=step.note)
+            done = step.epoch
+            yield step
+
+
+def _together(steps: Iterable[Taken], titles: Sequence[str], epochs: Sequence[int]) -> Generator[Taken]:
+    """Pass on the steps of runs that train at the same time, under a line for each that trains and one for all."""
+    with lines(titles, epochs) as show:
+        for step in steps:
+            show(step.number - 1, step.epoch, step.note, ended=step.ended)
+            yield step
+
+
+def surroundings(
+    device: str, root: Path | None, stopping: Callable[[], bool], at_once: int | None, cluster: str | None
+) -> Surroundings:
+    """Return where to train several runs: here, or on a cluster, which is joined."""
+    if cluster is None:
+        return Surroundings(device_of(device), root, stopping=stopping, at_once=at_once)
+    from dirprune.lab.training.cluster import connect
+
+    there = connect(cluster, device)
+    return Surroundings(there, root and root.absolute(), stopping=stopping, at_once=at_once, cluster=cluster)
 
 
 def device_of(name: str) -> torch.device:

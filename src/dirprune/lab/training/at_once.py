@@ -1,18 +1,24 @@
-"""Train several runs at once on one machine, each in a process of its own."""
+"""Do several jobs at once: the driver, and how it starts jobs on this machine, each in a process of its own."""
 
 from __future__ import annotations
 
 import signal
+import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from dirprune.lab import trust
+from dirprune.lab.records.files import InUse
 from dirprune.lab.training.series import Planned, Step, series
 from dirprune.lab.training.surroundings import Surroundings
 
@@ -20,111 +26,245 @@ PRELOAD = [__name__, "sklearn.datasets", "torch._dynamo"]
 """What every process needs and would take seconds to import by itself."""
 POLL = 0.2
 """Seconds between two looks at whether to stop."""
+STARTS = 3
+"""How often a job is started whose worker is lost every time."""
+PATIENCE = 120.0
+"""Seconds to wait for the lock of a lost worker on its folder; NFS releases it after 90."""
 
 
-class Died(RuntimeError):
-    """The process of a run ended without a word: it was killed, or ran out of memory."""
+class Failed(RuntimeError):
+    """Jobs failed, and the others were done."""
+
+
+class Lost(UserWarning):
+    """A worker ended without a word; its job is started again."""
+
+
+class FailedSoFar(UserWarning):
+    """A job failed; the others go on."""
 
 
 @dataclass(frozen=True)
-class _Worker:
-    """The process that trains run ``number``."""
+class End:
+    """The last that is heard of a worker; ``lost`` says what happened to one that ended before its job."""
 
-    number: int
-    plan: Planned
-    process: Any
+    lost: str = ""
+
+
+class Job(Protocol):
+    """Work for one process on any machine. It can be pickled, and what it yields, too."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def folder(self) -> Path | None:
+        """Where it keeps its results and checkpoints."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to do but to yield the result."""
+
+    def steps(self, here: Surroundings) -> Iterator[Any]:
+        """Do the job; the last step that is yielded has ``ended``, unless ``here`` asked to stop."""
+
+
+class Workers(Protocol):
+    """A way to start jobs."""
+
+    def start(self, number: int, job: Job, *, again: bool) -> None: ...
+    def heard(self) -> Iterable[tuple[int, Any]]:
+        """Return what jobs have yielded, with their numbers, their warnings and errors, and `End`."""
+
+    def stop(self) -> None:
+        """Ask all jobs to save and end."""
+
+    def close(self) -> None:
+        """End all jobs immediately."""
 
 
 def trained(planned: Sequence[Planned], here: Surroundings) -> Iterator[Step]:
-    """Train the runs one after the other, or as many at once as ``here`` says; the results are the same."""
-    return at_once(planned, here, here.at_once) if here.at_once > 1 else series(planned, here)
+    """Train the runs one after the other, or several at once if ``here`` says so; the results are the same."""
+    if not here.several:
+        yield from series(planned, here)
+        return
+    with closing(at_once(planned, here)) as steps:
+        for number, step in steps:
+            yield replace(step, number=number)
 
 
-def at_once(planned: Sequence[Planned], here: Surroundings, count: int) -> Iterator[Step]:
-    """Train the runs, ``count`` at a time, and yield their steps as they come, but their ends in the order of the plan.
+def together(jobs: Sequence[Job], here: Surroundings) -> Iterator[tuple[int, Any]]:
+    """Do jobs in this process one after the other, or several at once if ``here`` says so."""
+    if here.several:
+        yield from at_once(jobs, here)
+        return
+    for number, job in enumerate(jobs, start=1):
+        for step in job.steps(here):
+            yield number, step
 
-    On a CPU every run has one thread; its results are those of the same run alone with one thread. If one fails, the
-    others are saved and stopped.
+
+def at_once(jobs: Sequence[Job], here: Surroundings) -> Generator[tuple[int, Any]]:
+    """Do several jobs at a time; yield their numbers and steps as they come, but ends in the order of the jobs.
+
+    On a CPU every job has one thread; its results are those of the same job alone with one thread. A job whose worker
+    is lost is started again, and continues from its checkpoint. One that fails does not stop the others.
 
     Raises:
-        ValueError: a folder holds another run, or a run cannot be trained.
-        Died: a process ended without a word.
+        Failed: jobs failed, or lost their workers `STARTS` times; all others were done.
     """
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    stop = context.Event()
-    waiting, working = list(enumerate(planned, start=1)), dict[Connection, _Worker]()
-    ended, following, failure = dict[int, Step](), 1, None
+    count = here.at_once or len(jobs)
+    waiting, working = list(range(1, len(jobs) + 1)), set[int]()
+    starts, ended, failed = Counter[int](), dict[int, Any](), dict[int, str]()
+    following, stopped = 1, False
+    workers = _workers(here)
     try:
         while waiting or working:
-            if failure or here.stopping():
-                stop.set()
+            if not stopped and here.stopping():
+                stopped = True
                 waiting.clear()
+                workers.stop()
             while waiting and len(working) < count:
-                number, plan = waiting.pop(0)
-                if (plan.folder / "outcome.json").exists():  # nothing to train
-                    ended[number] = replace(next(series([plan], here)), number=number)
+                number = waiting.pop(0)
+                if jobs[number - 1].over:
+                    ended[number] = next(jobs[number - 1].steps(here))
                     continue
-                ours, theirs = context.Pipe(duplex=False)
-                arguments = (theirs, stop, plan, here.device, here.root, here.save_every, trust.allowed())
-                process = context.Process(target=_work, args=arguments, daemon=True)
-                process.start()
-                theirs.close()
-                working[ours] = _Worker(number, plan, process)
-            for step in _heard(working):
-                if isinstance(step, Exception):
-                    failure = failure or step
-                elif not step.ended:
-                    yield step
+                workers.start(number, jobs[number - 1], again=starts[number] > 0)
+                starts[number] += 1
+                working.add(number)
+            for number, said in workers.heard() if working else ():
+                if isinstance(said, End):
+                    working.discard(number)
+                    if said.lost and not stopped:
+                        if starts[number] < STARTS:
+                            waiting.insert(0, number)
+                            again = f"{jobs[number - 1].name}: {said.lost}; it is started again"
+                            warnings.warn(again, Lost, stacklevel=2)
+                        else:
+                            failed[number] = f"{said.lost}, {STARTS} times; perhaps fewer at once leave it more memory"
+                elif isinstance(said, Warning):
+                    warnings.warn(said, stacklevel=2)
+                elif isinstance(said, Failed):
+                    failed[number] = str(said)
+                    if len(jobs) > 1:
+                        warnings.warn(f"{jobs[number - 1].name}: {said}. The others go on.", FailedSoFar, stacklevel=2)
+                elif said.ended:
+                    ended[number] = said
                 else:
-                    ended[step.number] = step
-            while following in ended:
-                yield ended.pop(following)
+                    yield number, said
+            while following in ended or following in failed:
+                if following in ended:
+                    yield following, ended.pop(following)
                 following += 1
-        yield from (ended[number] for number in sorted(ended))  # those after a run that was stopped or failed
-        if failure:
-            raise failure
+        yield from ((number, ended[number]) for number in sorted(ended))  # those after one that was stopped
     finally:
-        for worker in working.values():
-            worker.process.terminate()
+        workers.close()
+    if failed:
+        raise Failed(_account(failed, jobs))
 
 
-def _heard(working: dict[Connection, _Worker]) -> Iterable[Step | Exception]:
-    """Return what the workers have said; one that is done leaves ``working``."""
-    said: list[Step | Exception] = []
-    for pipe in wait(list(working), timeout=POLL):
-        assert isinstance(pipe, Connection)
+def _account(failed: dict[int, str], jobs: Sequence[Job]) -> str:
+    """Return what failed and why; jobs that failed for the same reason share a line."""
+    names: dict[str, list[str]] = {}
+    for number, reason in sorted(failed.items()):
+        names.setdefault(reason, []).append(jobs[number - 1].name)
+    lines = [f"{', '.join(who)}: {reason}" for reason, who in names.items()]
+    if len(jobs) == 1:
+        return lines[0]
+    return "\n".join([f"{len(failed)} of {len(jobs)} failed; the same command tries them again", *lines])
+
+
+def _workers(here: Surroundings) -> Workers:
+    if not here.cluster:
+        return Processes(here)
+    from dirprune.lab.training.cluster import Cluster
+
+    return Cluster(here)
+
+
+def work(job: Job, here: Surroundings, trusted: set[str], *, again: bool) -> Iterator[Any]:
+    """Do a job in this process, and yield its steps, its warnings, and the error that ended it as `Failed`."""
+    torch.set_num_threads(1)
+    for spec in trusted:
+        trust.allow(spec)
+    told: list[Warning | str] = []
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            ours = category.__module__.startswith("dirprune.")
+            told.append(message) if ours else usual(message, category, *where, **more)
+
+        warnings.showwarning = tell
         try:
-            message = pipe.recv()
-            said.append(replace(message, number=working[pipe].number) if isinstance(message, Step) else message)
-        except EOFError:
-            worker = working.pop(pipe)
-            worker.process.join()
-            if code := worker.process.exitcode:
-                said.append(
-                    Died(
-                        f"the process of {worker.plan.folder} ended with code {code}: it was killed, or memory ran "
-                        "out; the same command continues, perhaps with fewer at once"
-                    )
-                )
-    return said
+            for step in _once_free(job, here, PATIENCE if again else 0.0):
+                yield from told
+                told.clear()
+                yield step
+            yield from told
+        except Exception as error:
+            plain = isinstance(error, ValueError | OSError) or type(error).__module__.startswith("dirprune.")
+            yield Failed(str(error) if plain else traceback.format_exc())
 
 
-def _work(
-    pipe: Connection, stop: Any, plan: Planned, device: torch.device, root: Any, save_every: int | None, code: set[str]
-) -> None:
-    """Train a run in this process, and send its steps, or the error that ended it."""
+def _once_free(job: Job, here: Surroundings, patience: float) -> Iterator[Any]:
+    """Do a job. If a lost worker still holds the lock on its folder, wait for that."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            yield from job.steps(here)
+            return
+        except InUse:
+            if here.stopping() or time.monotonic() > until:
+                raise
+        time.sleep(POLL)
+
+
+class Processes:
+    """Starts every job in a process of its own on this machine."""
+
+    def __init__(self, here: Surroundings) -> None:
+        self._here = here
+        self._context = get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._stop = self._context.Event()
+        self._working: dict[Connection, tuple[int, Any]] = {}
+
+    def start(self, number: int, job: Job, *, again: bool) -> None:
+        ours, theirs = self._context.Pipe(duplex=False)
+        here = (self._here.device, self._here.root, self._here.save_every)
+        arguments = (theirs, self._stop, job, here, trust.allowed(), again)
+        process = self._context.Process(target=_in_process, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        self._working[ours] = number, process
+
+    def heard(self) -> Iterable[tuple[int, Any]]:
+        said: list[tuple[int, Any]] = []
+        for pipe in wait(list(self._working), timeout=POLL):
+            assert isinstance(pipe, Connection)
+            number, process = self._working[pipe]
+            try:
+                said.append((number, pipe.recv()))
+            except EOFError:
+                del self._working[pipe]
+                process.join()
+                code = process.exitcode
+                lost = f"its process ended with code {code}: it was killed, or memory ran out" if code else ""
+                said.append((number, End(lost)))
+        return said
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def close(self) -> None:
+        for _, process in self._working.values():
+            process.terminate()
+
+
+def _in_process(pipe: Connection, stop: Any, job: Job, here: tuple[Any, ...], trusted: set[str], again: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that the user sees decides when to stop
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(1)
-    for spec in code:
-        trust.allow(spec)
-    try:
-        for step in series([plan], Surroundings(device, root, save_every=save_every, stopping=stop.is_set)):
-            pipe.send(step)
-    except (ValueError, OSError) as error:
-        pipe.send(ValueError(f"{plan.folder}: {error}"))
-    except Exception:
-        pipe.send(RuntimeError(f"{plan.folder} failed:\n{traceback.format_exc()}"))
-    finally:
-        pipe.close()
+    device, root, save_every = here
+    surroundings = Surroundings(device, root, save_every=save_every, stopping=stop.is_set)
+    for said in work(job, surroundings, trusted, again=again):
+        pipe.send(said)
+    pipe.close()

@@ -24,6 +24,19 @@ class Planned:
     folder: Path
     recipe: Recipe
 
+    @property
+    def name(self) -> str:
+        return str(self.folder)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to train."""
+        return (self.folder / "outcome.json").exists()
+
+    def steps(self, here: Surroundings) -> Iterator[Step]:
+        """Train this run alone."""
+        return series([self], here)
+
 
 @dataclass(frozen=True)
 class Step:

@@ -34,7 +34,9 @@ class Surroundings:
         watch: wraps the training loader, e.g. to draw a progress bar.
         stopping: called after each epoch; if it returns True, the run is saved and training stops.
         keep_going: train on even if every weight is zero and nothing can recover; otherwise `Hopeless` is raised.
-        at_once: how many runs of a series to train at the same time, each in a process of its own.
+        at_once: how many runs of a series to train at the same time, each in a process of its own; by default one, and
+            on a cluster as many as it has room for.
+        cluster: the address of the cluster on which to train them; "" trains on this machine.
     """
 
     device: torch.device
@@ -44,4 +46,10 @@ class Surroundings:
     watch: Callable[[Loader], Loader] = as_it_is
     stopping: Callable[[], bool] = never
     keep_going: bool = True
-    at_once: int = 1
+    at_once: int | None = None
+    cluster: str = ""
+
+    @property
+    def several(self) -> bool:
+        """Whether several runs are trained at the same time."""
+        return bool(self.cluster) or (self.at_once or 1) > 1

@@ -11,6 +11,7 @@ import typer
 
 from dirprune.lab.cli.console import (
     AtOnceOption,
+    ClusterOption,
     DataOption,
     DeviceOption,
     Interruption,
@@ -61,7 +62,8 @@ def compare(
     lr: Annotated[float | None, typer.Option(help="Base learning rate.", show_default="the recipe's")] = None,
     model: ModelOption = None,
     precision: StepPrecisionOption = None,
-    at_once: AtOnceOption = 1,
+    at_once: AtOnceOption = None,
+    cluster: ClusterOption = None,
     minutes: MinutesOption = None,
     train: Annotated[
         bool,
@@ -87,11 +89,10 @@ def compare(
         asked = fractions("--sparsity", sparsity)
         interruption = Interruption(minutes)
         if train:
-            from dirprune.lab.cli.follow import device_of
+            from dirprune.lab.cli.follow import surroundings
             from dirprune.lab.studies.comparison import trials
             from dirprune.lab.training import recipes
             from dirprune.lab.training.recipe import changed
-            from dirprune.lab.training.surroundings import Surroundings
 
             if recipe is None:
                 raise ValueError("RECIPE is missing; take one of `dirprune recipes`, or give --no-train or --published")
@@ -99,7 +100,7 @@ def compare(
             changes = {"epochs": epochs, "lr": lr, "model": model, "precision": precision and precision.value}
             base = changed(recipes.find(recipe), **changes)
             given = trials.read_sweeps(sweep or [])
-            here = Surroundings(device_of(device), data, stopping=interruption, at_once=at_once)
+            here = surroundings(device, data, interruption, at_once, cluster)
             study = Study(base, names, asked, seeds, given, out, here, interruption, output)
             settings = _tuned(study, tune) if tune else {}
             if settings is None:  # stopped
@@ -247,7 +248,7 @@ def _train(study: Study, settings: Mapping[str, Settings]) -> bool:
         steps = compare(planned, study.out, study.here)
         titles = [trials.title(recipe) for recipe in planned]
         lengths = [recipe.epochs for recipe in planned]
-        follow_series(steps, titles, lengths, study.interruption, ended=ended, at_once=study.here.at_once)
+        follow_series(steps, titles, lengths, study.interruption, ended=ended, several=study.here.several)
         ours = [recipe for recipe in planned if recipe.pruner.name not in study.sweeps]
         found = rows.read(study.out)
         if not {trials.run_name(recipe) for recipe in planned} <= {each.row.run for each in found}:

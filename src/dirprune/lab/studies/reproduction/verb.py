@@ -13,6 +13,7 @@ import typer
 
 from dirprune.lab.cli.console import (
     AtOnceOption,
+    ClusterOption,
     DataOption,
     DeviceOption,
     Interruption,
@@ -48,7 +49,8 @@ def reproduce(
     seeds: Annotated[int, typer.Option(min=1, help="Number of runs to have for every setting.")] = 1,
     runs: Annotated[Path, typer.Option(help="Folder for the runs it trains.")] = Path("runs/reproduction"),
     keep: KeepOption = None,
-    at_once: AtOnceOption = 1,
+    at_once: AtOnceOption = None,
+    cluster: ClusterOption = None,
     minutes: MinutesOption = None,
     data: DataOption = None,
     device: DeviceOption = "auto",
@@ -67,11 +69,10 @@ def reproduce(
             for line in ledger.collect(run, results):
                 say(line)
         if train:
-            from dirprune.lab.cli.follow import device_of
-            from dirprune.lab.training.surroundings import Surroundings
+            from dirprune.lab.cli.follow import surroundings
 
             interruption = Interruption(minutes)
-            here = Surroundings(device_of(device), data, stopping=interruption, at_once=at_once)
+            here = surroundings(device, data, interruption, at_once, cluster)
             missing = comparing.wanted(results, experiments=only or comparing.TELLING, seeds=seeds)
             kept = tuple(integers("--keep", keep)) if keep else ()
             _train_missing([recipe.but(keep=kept) for recipe in missing], runs, results, here, interruption)
@@ -131,7 +132,7 @@ def _train_missing(
             [recipe.epochs for recipe in missing],
             interruption,
             ended=ended,
-            at_once=here.at_once,
+            several=here.several,
         )
     finally:
         ledger.collect([folder for folder in begun if (folder / "metrics.jsonl").exists()], results)

@@ -7,7 +7,7 @@ training data. Take the largest c that did. One miss may be noise, so the search
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -18,10 +18,12 @@ import torch
 
 from dirprune.lab.records.columns import Amount, Fraction, Percent
 from dirprune.lab.records.provenance import environment
-from dirprune.lab.records.tables import measuring, merge_rows, read_rows
+from dirprune.lab.records.tables import measuring, read_rows, write_rows
+from dirprune.lab.training.at_once import together
 from dirprune.lab.training.experiment import assemble, check_fit
 from dirprune.lab.training.loop import Divergence, EpochRecord, train
 from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe, changed
+from dirprune.lab.training.surroundings import Surroundings
 
 MUS = (0.501, 0.51, 0.55)
 C_START = 1e-4
@@ -68,22 +70,22 @@ class Trial(Measured):
 
 def tune(
     recipe: Recipe,
+    here: Surroundings,
     *,
     epochs: int = 3,
     tolerance: float = 1.0,
-    mus: Iterable[float] = MUS,
-    device: torch.device,
-    root: Path | None = None,
+    mus: Sequence[float] = MUS,
     out: Path | None = None,
 ) -> Iterator[Trial]:
     """Yield SGD's trial, then for each μ one trial per value of c; the last two usually fail.
 
     Args:
         recipe: the recipe to tune. Its test set is not used; a tenth of its training set is held out instead.
+        here: where to train. Only trials that are needed whatever the others find are trained at the same time: SGD's,
+            and the next two of each μ, or one after a miss.
         epochs: length of a trial: the first epochs of the recipe's own schedule.
         tolerance: points of accuracy that a trial may lose against SGD.
         mus: the values of μ to search c for.
-        device, root: where to train, and where the data are.
         out: folder to record the trials in. Trials that it holds are not trained again.
 
     Raises:
@@ -97,43 +99,105 @@ def tune(
     starts = [
         changed(recipe, optimizer="grda", method=None, c=C_START, mu=mu) for mu in mus
     ]  # raises for a bad μ before training
-    settings = {"--epochs": epochs, "--precision": recipe.execution(device.type).precision, **_shared(recipe)}
-    with measuring(out, settings, environment(device), table=TABLE) if out else nullcontext():
-        trial = _Trials(epochs, device, root, out)
-        dense = trial(recipe.but(optimizer="sgd", method=None))
-        if dense.accuracy is None:
-            raise ValueError(f"SGD itself diverges at lr={recipe.optimizer.lr}; tune the learning rate first (--lr)")
-        yield dense
+    settings = {"--epochs": epochs, "--precision": recipe.execution(here.device.type).precision, **_shared(recipe)}
+    with measuring(out, settings, environment(here.device), table=TABLE) if out else nullcontext():
+        trials = _Trials(epochs, mus, here, out)
+        dense = trials(recipe.but(optimizer="sgd", method=None), ahead=trials.needed(starts, least=-math.inf))
+        assert dense.accuracy is not None
+        yield Trial(**asdict(dense), passes=True)
+        least = dense.accuracy - tolerance
         for start in starts:
-            c, misses = C_START, 0
-            while c <= C_LIMIT and misses < MISSES:
-                found = trial(start.but(c=c), least=dense.accuracy - tolerance)
-                yield found
-                misses = 0 if found.passes else misses + 1
-                c *= 2
+            for recipe, _ in trials.search(start, least):
+                found = trials(recipe, ahead=trials.needed(starts, least))
+                yield Trial(**asdict(found), passes=_passes(found, least))
+
+
+def _passes(found: Measured, least: float) -> bool:
+    return found.accuracy is not None and found.accuracy >= least
+
+
+@dataclass(frozen=True)
+class _Short:
+    """The first epochs of a recipe, to be trained in any process."""
+
+    recipe: Recipe
+    epochs: int
+    folder: None = None
+    over: bool = False
+
+    @property
+    def name(self) -> str:
+        pruner = self.recipe.pruner
+        return "SGD" if pruner.value is None else f"c={pruner.value:g}, mu={vars(pruner)['mu']:g}"
+
+    def steps(self, here: Surroundings) -> Iterator[_Last]:
+        yield _Last(_last(self.recipe, self.epochs, here.device, here.root))
+
+
+@dataclass(frozen=True)
+class _Last:
+    """The last record of a short run; None if it diverged."""
+
+    record: EpochRecord | None
+    ended: bool = True
 
 
 class _Trials:
     """Trains trials, except those that are recorded in the folder ``out``."""
 
-    def __init__(self, epochs: int, device: torch.device, root: Path | None, out: Path | None) -> None:
-        self.epochs, self.device, self.root = epochs, device, root
+    def __init__(self, epochs: int, mus: Sequence[float], here: Surroundings, out: Path | None) -> None:
+        self.epochs, self.here = epochs, here
         self.table = out / TABLE if out else None
+        self.place = {mu: place for place, mu in enumerate(mus)}
         known = read_rows(self.table, Measured) if self.table else []
         self.known = {(each.optimizer, each.c, each.mu): each for each in known}
 
-    def __call__(self, recipe: Recipe, *, least: float = -math.inf) -> Trial:
-        """Return the trial of a recipe, which passes if its accuracy is at least ``least``."""
-        options = vars(recipe.optimizer)
-        key = (recipe.optimizer.name, options.get("c", 0.0), options.get("mu", 0.0))
-        found = self.known.get(key)
-        if found is None:
-            record = _last(recipe, self.epochs, self.device, self.root)
+    def search(self, start: Recipe, least: float) -> Iterator[tuple[Recipe, int]]:
+        """Yield trials of the search for c, each to be trained before the next, and how many from it on are sure."""
+        c, misses = C_START, 0
+        while c <= C_LIMIT and misses < MISSES:
+            recipe = start.but(c=c)
+            yield recipe, MISSES - misses
+            misses = 0 if _passes(self.known[_key(recipe)], least) else misses + 1
+            c *= 2
+
+    def needed(self, starts: Iterable[Recipe], least: float) -> Iterator[Recipe]:
+        """Yield the next trials of each search, as far as they are needed whatever they find."""
+        for start in starts:
+            for recipe, sure in self.search(start, least):
+                if _key(recipe) not in self.known:
+                    values = [vars(recipe.optimizer)["c"] * 2**i for i in range(sure)]
+                    yield from (start.but(c=value) for value in values if value <= C_LIMIT)
+                    break
+
+    def __call__(self, recipe: Recipe, ahead: Iterable[Recipe]) -> Measured:
+        """Return the trial of a recipe. If it must be trained, some of those ``ahead`` are trained at the same time."""
+        if _key(recipe) not in self.known:
+            several = {_key(each): each for each in (recipe, *ahead)}
+            count = self.here.at_once or (len(several) if self.here.cluster else 1)
+            self._train(list(several.values())[:count])
+        return self.known[_key(recipe)]
+
+    def _train(self, recipes: Sequence[Recipe]) -> None:
+        shorts = [_Short(recipe, self.epochs) for recipe in recipes]
+        for number, last in together(shorts, self.here):
+            key, record = _key(recipes[number - 1]), last.record
+            if record is None and key[0] == "sgd":  # there is no search to continue
+                lr = recipes[number - 1].optimizer.lr
+                raise ValueError(f"SGD itself diverges at lr={lr}; tune the learning rate first (--lr)")
             accuracy, zeros = (record.test_accuracy, record.sparsity) if record else (None, 0.0)
-            found = Measured(*key, accuracy, zeros)
-            if self.table and (record or "c" in options):  # without SGD there is no search to continue
-                merge_rows(self.table, Measured, [found], key=("optimizer", "c", "mu"))
-        return Trial(**asdict(found), passes=found.accuracy is not None and found.accuracy >= least)
+            self.known[key] = Measured(*key, accuracy, zeros)
+            if self.table:
+                write_rows(self.table, Measured, sorted(self.known.values(), key=self._order))
+
+    def _order(self, trial: Measured) -> tuple[bool, int, float, float]:
+        """Return where a trial stands in the table: SGD first, then one μ after the other, as they were given."""
+        return trial.optimizer != "sgd", self.place.get(trial.mu, len(self.place)), trial.mu, trial.c
+
+
+def _key(recipe: Recipe) -> tuple[str, float, float]:
+    options = vars(recipe.optimizer)
+    return recipe.optimizer.name, options.get("c", 0.0), options.get("mu", 0.0)
 
 
 def _shared(recipe: Recipe) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import typer
 from dirprune.lab.cli.console import (
     INTERRUPTED,
     AtOnceOption,
+    ClusterOption,
     DataOption,
     DeviceOption,
     Interruption,
@@ -32,8 +33,6 @@ from dirprune.lab.cli.console import (
 from dirprune.lab.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
-    import torch
-
     from dirprune.lab.studies.tune.target import Judged, Search
     from dirprune.lab.training.recipe import Recipe
     from dirprune.lab.training.surroundings import Surroundings
@@ -66,7 +65,8 @@ def tune(
         float | None,
         typer.Option(help="Fraction of the training set to judge on.", show_default="the recipe's, or 0.1"),
     ] = None,
-    at_once: AtOnceOption = 1,
+    at_once: AtOnceOption = None,
+    cluster: ClusterOption = None,
     minutes: MinutesOption = None,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Length of every run.", show_default="the recipe's; with paper, 3")
@@ -90,20 +90,20 @@ def tune(
 ) -> None:
     """Choose how much to prune: the largest target within a tolerance of dense accuracy, on held-out training data."""
     with clear_errors():
-        from dirprune.lab.cli.follow import device_of
+        from dirprune.lab.cli.follow import surroundings
         from dirprune.lab.studies.tune.target import BETWEEN, Search
         from dirprune.lab.training import recipes
         from dirprune.lab.training.recipe import changed
-        from dirprune.lab.training.surroundings import Surroundings
 
-        where, output = device_of(device), Output(as_json)
+        output, interruption = Output(as_json), Interruption(minutes)
         given = {"lr": lr, "batch_size": batch_size, "seed": seed, "model": model}
         given["precision"] = precision.value if precision else None
         chosen = changed(recipes.find(recipe), **given)
+        here = surroundings(device, data, interruption, at_once, cluster)
         if rule is Rule.paper:
             others = {"trials": trials, "between": between, "seeds": seeds, "validation": validation}
             _refuse(others, "--rule target, the default")
-            _tune_by_the_paper(chosen, recipe, given, epochs or 3, tolerance, mu, where, data, out, output)
+            _tune_by_the_paper(chosen, recipe, given, epochs or 3, tolerance, mu, here, out, output)
             return
         _refuse({"mu": mu}, "--rule paper")
         ends = fractions("--between", between) if between else list(BETWEEN)
@@ -112,8 +112,6 @@ def tune(
         chosen, given = changed(chosen, epochs=epochs), given | {"epochs": epochs}
         folder = out or Path("runs") / f"tune-{chosen.name}"
         search = Search(chosen, folder, tolerance, seeds or 1, trials or 5, (ends[0], ends[1]), validation)
-        interruption = Interruption(minutes)
-        here = Surroundings(where, data, stopping=interruption, at_once=at_once)
         judged = _search(search, here, interruption, output)
         _conclude_search(search, judged, recipe, given, data, output)
 
@@ -138,7 +136,7 @@ def _search(search: Search, here: Surroundings, interruption: Interruption, outp
         titles = [plan.folder.name for plan in planned]
         epochs = [plan.recipe.epochs for plan in planned]
         follow_series(
-            trained(planned, here), titles, epochs, interruption, ended=lambda step: None, at_once=here.at_once
+            trained(planned, here), titles, epochs, interruption, ended=lambda step: None, several=here.several
         )
         if not all((plan.folder / "outcome.json").exists() for plan in planned):  # the time is up
             raise typer.Exit
@@ -177,8 +175,7 @@ def _tune_by_the_paper(
     epochs: int,
     tolerance: float,
     mu: list[float] | None,
-    where: torch.device,
-    data: Path | None,
+    here: Surroundings,
     out: Path | None,
     output: Output,
 ) -> None:
@@ -188,7 +185,7 @@ def _tune_by_the_paper(
     trials, finished = [], False
     length = "1 epoch" if epochs == 1 else f"{epochs} epochs"
     mus = mu or paper_rule.MUS
-    search = paper_rule.tune(chosen, epochs=epochs, tolerance=tolerance, mus=mus, device=where, root=data, out=out)
+    search = paper_rule.tune(chosen, here, epochs=epochs, tolerance=tolerance, mus=mus, out=out)
     with bar("trials", total=None) as advance, suppress(KeyboardInterrupt):
         for trial in search:
             trials.append(trial)
@@ -206,7 +203,7 @@ def _tune_by_the_paper(
     if best is None:
         say("No c passed; try a larger --tolerance or longer trials (--epochs).")
         raise typer.Exit(1)
-    command = _command(recipe, {"c": best.c, "mu": best.mu, **given, "data": data})
+    command = _command(recipe, {"c": best.c, "mu": best.mu, **given, "data": here.root})
     output.tell(f"Chosen: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero after {length}). Train with:")
     output.tell(f"    {command}")
     output.record({"c": best.c, "mu": best.mu, "command": command})
