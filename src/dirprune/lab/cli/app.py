@@ -15,11 +15,8 @@ from dirprune import __version__
 from dirprune.lab.cli import demo
 from dirprune.lab.cli.console import (
     INTERRUPTED,
-    AtOnceOption,
-    ClusterOption,
     DataOption,
     DeviceOption,
-    Interruption,
     KeepOption,
     MinutesOption,
     ModelOption,

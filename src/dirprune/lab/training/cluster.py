@@ -79,7 +79,9 @@ def connect(address: str, device: str = "auto") -> torch.device:
         try:
             ray.init(where, log_to_driver=False, logging_level="critical")
         except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
-            raise ValueError(f"--cluster {address}: {_line(error)}") from error
+            raise ValueError(f"--cluster {address}: {_sentence(error)}") from error
+        # When a machine is lost, Ray prints the end of its log, among our results; the driver says it in a line.
+        vars(ray._private.worker)["print_to_stdstream"] = lambda *_, **__: None
     there = ray.cluster_resources()
     gpus = there.get("GPU", 0) >= 1
     if device not in ("auto", "cpu", "cuda"):
@@ -114,8 +116,9 @@ def _split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+def _sentence(error: BaseException) -> str:
+    """Return the first sentence of one of Ray's messages, which may have fifty."""
+    return str(error).strip().partition("\n")[0].partition(". ")[0]
 
 
 class Cluster:
@@ -171,9 +174,9 @@ class Cluster:
         except (StopIteration, errors.TaskCancelledError):
             return [End()]
         except errors.RayTaskError as error:  # what a job raises is caught there: it could not be loaded
-            return [Failed(_line(error.cause)), End()]
+            return [Failed(_sentence(error.cause)), End()]
         except errors.RayError as error:  # the process, its machine or its memory
-            return [End(f"{type(error).__name__}: {_line(error)}")]
+            return [End(f"{type(error).__name__}: {_sentence(error)}")]
 
     def stop(self) -> None:
         for task in self._working:
