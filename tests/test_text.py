@@ -104,8 +104,8 @@ def test_the_gpt_sees_only_the_past() -> None:
     assert not torch.allclose(before[:, :, 7:], after[:, :, 7:])
     with pytest.raises(ValueError, match="300 tokens is longer than the 256"):
         model(torch.zeros(1, 300, dtype=torch.int64))
-    with pytest.raises(ValueError, match="width=30"):
-        models.build("gpt30x2", 50)
+    with pytest.raises(ValueError, match="width=31"):
+        models.build("gpt31x2", 50)
 
 
 def test_losses_are_in_nats_a_byte_and_accuracies_of_bytes() -> None:
@@ -169,6 +169,11 @@ def test_a_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     pruned = [layer for layer in outcome.zeros.layers if layer.name in names]
     assert sum(layer.zeros for layer in pruned) == round(0.75 * sum(layer.total for layer in pruned))
     assert sum(layer.zeros for layer in pruned) == outcome.zeros.zeros
+    for given, shape, power in (([], "hard", 0.5), (["--shape", "soft", "--power", "0"], "soft", 0.0)):
+        words = ["train", "short.py", "--data", "book", "--from", "run", "--sparsity", "0.9", "--out", shape, *given]
+        assert CliRunner().invoke(cli.app, words, catch_exceptions=False).exit_code == 0
+        tuned = vars(runs.load(Path(shape)).recipe.optimizer)
+        assert (tuned["shape"], tuned["power"], tuned["prune_until"]) == (shape, power, 0.5)
     for verb in (["report", "run"], ["resume", "run"]):
         result = CliRunner().invoke(cli.app, verb, catch_exceptions=False)
         assert result.exit_code == 0, result.output

@@ -59,6 +59,12 @@ class OptimizerName(str, Enum):
     adamw = "adamw"
 
 
+class ThresholdShape(str, Enum):
+    soft = "soft"
+    garrote = "garrote"
+    hard = "hard"
+
+
 class DownloadName(str, Enum):
     cifar10 = "cifar10"
     cifar100 = "cifar100"
@@ -115,6 +121,20 @@ def train(
     mu: Annotated[float | None, typer.Option(help="gRDA's growth exponent, in (0, 1].")] = None,
     exempt: Annotated[
         str | None, typer.Option(help="What gRDA keeps dense, e.g. bias,norm,head.*; none for nothing.")
+    ] = None,
+    shape: Annotated[
+        ThresholdShape | None,
+        typer.Option(
+            help="What a threshold with a target leaves of larger weights.",
+            show_default="soft; hard with adamgrda and --from",
+        ),
+    ] = None,
+    power: Annotated[
+        float | None,
+        typer.Option(
+            help="How far adamgrda's thresholds follow Adam's metric: 0 all alike, 1 wholly.",
+            show_default="0; 0.5 with --from",
+        ),
     ] = None,
     lr: RateOption = None,
     momentum: Annotated[float | None, typer.Option(help="Momentum, in [0, 1).")] = None,
@@ -178,9 +198,13 @@ def train(
             raise ValueError(f"--macs {macs:g} is not a share; give what is to be left, between 0 and 1, e.g. 0.1")
         share = sparsity if macs is None else round(1 - macs, 12)
         to_target = share is not None and (optimizer is None or kind.knob)
+        named = kind.targeted if to_target else optimizer and optimizer.value
+        usual = OPTIMIZERS[named or base.optimizer.name].fine_tuning if start else {}
+        own = {"shape": shape and shape.value, "power": power}
         chosen = changed(
             base,
-            optimizer=kind.targeted if to_target else optimizer and optimizer.value,
+            optimizer=named,
+            **{**usual, **{option: value for option, value in own.items() if value is not None}},
             sparsity=share,
             of=None if macs is None else "macs",
             c=c,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -46,7 +47,7 @@ class OptimizerSpec:
     ``name`` is what users type, ``label`` and ``title`` what tables and figures show, ``cost`` what it needs besides
     the epochs that all have, ``decides`` the options on which the sparsity depends, and ``knob`` the one to vary, None
     if nothing is pruned. ``dense`` names the optimizer that does the same without pruning, ``targeted`` the one that
-    meets a target.
+    meets a target. ``fine_tuning`` holds the options that suit trained weights.
     """
 
     name: ClassVar[str]
@@ -57,6 +58,7 @@ class OptimizerSpec:
     knob: ClassVar[str | None] = None
     dense: ClassVar[str]
     targeted: ClassVar[str]
+    fine_tuning: ClassVar[Mapping[str, Any]] = {}
 
     lr: float
     weight_decay: float
@@ -278,6 +280,7 @@ class TargetAdamGrda(Adamw):
     cost: ClassVar[str] = TargetGrda.cost
     decides: ClassVar[tuple[str, ...]] = ("sparsity",)
     knob: ClassVar[str | None] = "sparsity"
+    fine_tuning: ClassVar[Mapping[str, Any]] = {"power": 0.5, "shape": "hard", "prune_until": 0.5, "fix_at": 0.55}
 
     sparsity: float = 0.9
     of: str = "weights"
