@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +77,7 @@ class CellRow:
 def write_page(results: Path, docs: Path) -> Path:
     """Write docs/reproduction.md, its figures and cells.csv from the files in ``results``; return the page's path.
 
-    ``results`` may be empty; the page lists what is missing.
+    ``results`` may be empty; the page says what is missing.
     """
     draw(results, docs / "figures")
     write_rows(results / "cells.csv", CellRow, map(CellRow.of, reproduce.compare(results)))
@@ -115,12 +114,10 @@ def page(results: Path) -> str:
         conclusion="\n".join(f"- {line}" for line in reproduce.conclusion(cells)),
         ends=_ends(cells),
         surprising=_surprising(cells, groups),
-        missing=_missing(cells),
         experiments="\n\n".join(_experiment(name, cells, groups) for name in published.EXPERIMENTS),
         norms=_norms(groups),
         imagenet=_imagenet(bench),
         costs=_costs(bench),
-        ledger=_ledger(runs),
     )
 
 
@@ -137,8 +134,8 @@ def _experiment(experiment: str, cells: list[Cell], groups: Groups) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in [head, *rows]]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def _ends(cells: list[Cell]) -> str:
@@ -164,11 +161,6 @@ def _surprising(cells: list[Cell], groups: Groups) -> str:
         f"less than once in {1 / reproduce.SURPRISING:.0f} times), least likely first:"
     )
     return "\n".join([head, "", *(f"- {_sentence(cell, groups[cell.published.setting])}" for cell in odd)])
-
-
-def _missing(cells: list[Cell]) -> str:
-    gaps = reproduce.missing(cells)
-    return "\n".join(["Missing:", "", *(f"- {line}" for line in gaps)]) if gaps else ""
 
 
 def _brief(cell: Cell) -> tuple[str, str, str]:
@@ -274,32 +266,3 @@ def _costs(bench: list[Measured]) -> str:
     told = [f"{', '.join(dict.fromkeys(models))}: {where}" for where, models in origins.items()]
     origin = f"Ours, {'; '.join(told)}." if told else "Ours are not measured yet; `dirprune bench` measures them."
     return "\n\n".join([table(head, rows), origin])
-
-
-def _pace(seconds: float) -> str:
-    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
-
-
-def _ledger(runs: list[Trajectory]) -> str:
-    """Return a table of all runs, including those that do not count, with the reason."""
-    if not runs:
-        return "No run yet. Train one with `dirprune train RECIPE --out DIR`, and add it with `dirprune reproduce DIR`."
-    rows = []
-    for run in runs:
-        entry = run.entry
-        seconds = [epoch.train_seconds + epoch.test_seconds for epoch in run.epochs]
-        pace = _pace(statistics.median(seconds)) if seconds else ""
-        row = [entry.run, f"{entry.epochs_done} of {entry.epochs}", _standing(run), pace]
-        rows.append([*row, entry.hardware, entry.commit])
-    head = ["run", "epochs", "counts", "seconds per epoch", "hardware", "commit"]
-    return table(head, rows)
-
-
-def _standing(run: Trajectory) -> str:
-    """Return whether a run counts as a reproduction, and if not, why."""
-    entry = run.entry
-    if entry.recipe not in published.EXPERIMENTS or reproduce.setting_of(run) not in published.settings(entry.recipe):
-        return "no: not a published setting"
-    if entry.departs:
-        return f"no: {entry.departs}"
-    return {"yes": "yes", "diverged": "diverged; up to its last epoch"}.get(entry.complete, "up to its last epoch")
