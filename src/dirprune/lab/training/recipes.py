@@ -277,7 +277,7 @@ def resnet_small_cifar10_16() -> Recipe:
         about="a small residual network on CIFAR-10 at 16×16 pixels: a minute on a CPU, for comparisons",
         task=Images("cifar10", statistics="cifar", size=16),
         model="resnet-small",
-        epochs=3,
+        epochs=4,
         optimizer=Grda(
             lr=0.05, c=2e-3, mu=0.8, momentum=0.9, nesterov=True, weight_decay=5e-4, exempt=("bias", "norm")
         ),
