@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +22,20 @@ from test_recipes import flat
 from test_train import Breaking, numbers
 from torch import nn
 from torch._dynamo.utils import counters
+from typer.testing import Result
 
 from dirprune.lab import methods, models, trust
 from dirprune.lab.methods import MethodSpec, amc
 from dirprune.lab.records import checkpoint
-from dirprune.lab.records.tables import read_rows
+from dirprune.lab.records.tables import read_rows, write_rows
 from dirprune.lab.studies.comparison import rows as rows_of_runs
 from dirprune.lab.studies.comparison import tables as comparison
 from dirprune.lab.studies.comparison import trials, tuning
 from dirprune.lab.studies.comparison import work as compare
 from dirprune.lab.studies.comparison.ranking import Point, Reached, paired_gap, rank, read_at
-from dirprune.lab.studies.comparison.rows import Ended, LayerRow, Row, read
+from dirprune.lab.studies.comparison.rows import Ended, LayerRow, Row, as_text, read
 from dirprune.lab.studies.comparison.trials import enter, plan, run_name
+from dirprune.lab.tasks import Images
 from dirprune.lab.tasks.measure import ACCURACY, LOSS
 from dirprune.lab.text import NOTHING
 from dirprune.lab.training import recipes, runs, series
@@ -864,6 +867,38 @@ def test_a_row_repeats_its_run_without_its_folder(compared: Path, tmp_path: Path
     assert now["test_accuracy"] == known["rigl-sparsity0.5-s1"].test_accuracy
     refused = call("rerun", tmp_path, "rigl-sparsity0.5-s9")
     assert "no run 'rigl-sparsity0.5-s9'" in refused.stderr
+
+
+def test_a_row_of_somebody_else_executes_nothing_and_leaves_its_folder_alone(
+    compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trust, "_ALLOWED", set())
+    row = next(each.row for each in read(compared) if each.row.run.startswith("rigl"))
+    settings = json.loads(row.settings)
+
+    def rerun(**changes: Any) -> Result:
+        write_rows(tmp_path / "comparison.csv", Row, [replace(row, **changes)])
+        return call("rerun", tmp_path, changes.get("run", row.run), "--device", "cpu")
+
+    for spec in ("antigravity:fly", "sys:exit"):
+        refused = rerun(settings=json.dumps(settings | {"model": spec}))
+        assert refused.exit_code == 1
+        assert f"{spec!r} is code that a file names, and nothing of it was executed; add --trust" in refused.stderr
+    assert "antigravity" not in sys.modules
+    for odd in ("[]", "3", "null", "{", '{"task": 3}', '{"optimizer": {"name": "x"}}', '{"epochs": -1}', "[" * 100_000):
+        assert f"the row of {row.run} holds no settings of a run" in rerun(settings=odd).stderr
+    known = recipes.get("digits-short").but(epochs=1, batch_size=512, optimizer="sgd")
+    assert rerun(run="../../up", settings=as_text(known), recipe="digits-short", method="sgd").exit_code == 0
+    assert not (tmp_path.parent / "up").exists()
+    assert (tmp_path / "runs" / "up" / "outcome.json").exists()
+
+
+@pytest.mark.parametrize("settings", ['{"model": "sys:exit"}', "[]", "{", "[" * 100_000])
+def test_trials_of_somebody_else_choose_no_other_options(settings: str) -> None:
+    trial = tuning.Trial("rigl", 0, 0.9, settings, 90.0, 1, 1.0, "")
+    with pytest.raises(ValueError, match=r"tuning.csv has settings=.* for trial 0 of rigl, which are no options that"):
+        tuning.chosen([trial], Images.measure)
 
 
 def test_rows_from_before_settings_were_noted_are_repeated_where_they_tell_them() -> None:

@@ -177,7 +177,12 @@ def recipe_of(row: Row) -> Recipe:
     name, _, others = row.recipe.partition(" ")
     if row.settings:
         usual = recipes.get(name).to_dict() if name in recipes.names() else {}
-        return Recipe.from_dict({**as_read(usual), **json.loads(row.settings)})
+        try:
+            return Recipe.from_dict({**as_read(usual), **json.loads(row.settings)})
+        except runs.NO_RECIPE as error:
+            raise ValueError(
+                f"the row of {row.run} holds no settings of a run: {error}; restore comparison.csv from a copy"
+            ) from error
     if others or name not in recipes.names() or row.method not in CONTESTANTS:
         raise ValueError(
             f"the row of {row.run} does not hold the settings of its run ({row.recipe}); only the command that trained "

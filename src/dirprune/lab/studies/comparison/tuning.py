@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 
@@ -105,4 +106,16 @@ def chosen(trials: Iterable[Trial], measure: Measure) -> dict[str, Settings]:
             f"no trial of {failed[0]} reached {best[failed[0]].asked_sparsity:.0%}; give more trials (--tune), or "
             "leave it out of --methods"
         )
-    return {name: json.loads(trial.settings) for name, trial in best.items()}
+    return {name: _settings(trial) for name, trial in best.items()}
+
+
+def _settings(trial: Trial) -> Settings:
+    """Return the options of a trial; raise if its row of the table names others than are chosen here."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(trial.settings)
+        if isinstance(found, dict) and found.keys() <= {"lr", "weight_decay", *OPTIONS.get(trial.method, ())}:
+            return found
+    raise ValueError(
+        f"{TABLE} has settings={trial.settings[:200]!r} for trial {trial.number} of {trial.method}, which are no "
+        "options that are tuned; restore it from a copy, or remove the row"
+    )

@@ -126,15 +126,14 @@ def rerun(
         from dirprune.lab.names import unknown
         from dirprune.lab.studies.comparison import rows
         from dirprune.lab.training import runs
-        from dirprune.lab.trust import allow
+        from dirprune.lab.trust import vouch
 
         known = {each.row.run: each.row for each in rows.read(folder)}
         if run not in known:
             raise unknown("run", run, known)
         recipe = rows.recipe_of(known[run])
-        for spec in recipe.code if trust else ():
-            allow(spec)
-        where = out or runs.unused(Path("runs") / run)
+        vouch(recipe.code, trusted=trust)
+        where = out or runs.unused(Path("runs") / Path(run).name)
         follow(lambda: runs.create(where, recipe), device=device, root=data, minutes=minutes, title=run)
         again = runs.load(where).read()
         if again.outcome is None:
