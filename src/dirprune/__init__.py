@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dirprune.optim import GRDA, AdamGRDA, prunable_groups
     from dirprune.zeros import SparsityReport, sparsity
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "GRDA",
     "AdamGRDA",
