@@ -72,11 +72,13 @@ def test_a_saved_network_runs_from_the_wheel_beside_numpy_alone(network: Path, t
 
 
 @pytest.mark.parametrize("target", ["linux-x86_64", "linux-aarch64", "darwin-x86_64", "darwin-aarch64"])
-def test_every_wheel_brings_all_instruction_sets(target: str, tmp_path: Path) -> None:
+def test_every_wheel_brings_all_instruction_sets_and_all_of_the_source(target: str, tmp_path: Path) -> None:
     names = ZipFile(wheel(target, tmp_path)).namelist()
     system, _, architecture = target.partition("-")
     for variant in building.VARIANTS[architecture]:
         assert f"dirprune/deploy/kernels/lib/{system}-{variant}.so" in names
+    tracked = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {name.removeprefix("src/") for name in tracked.split()} <= set(names)
 
 
 @pytest.mark.skipif(not shutil.which("qemu-aarch64"), reason="needs qemu-user, a package of Debian")
