@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dirprune import GRDA, AdamGRDA, macs, prunable_groups, sparsity
+from dirprune.optim.outlook import Outlook
 
 STEPS = 100
 RATES: dict[str, Callable[[int], float]] = {
@@ -478,6 +480,30 @@ def test_with_four_options_set_it_is_st3(path: dict[str, Any]) -> None:
     assert optimizer.progress().share == pytest.approx(0.8, abs=0.1)
     optimizer.step()
     assert optimizer.progress().zeros == round(0.8 * optimizer.progress().weights)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("kind", "options", "warns"),
+    [
+        (GRDA, {"lr": 0.01}, True),
+        (GRDA, {"lr": 0.01, "shape": "hard"}, False),
+        (GRDA, {"lr": 0.5, "momentum": 0.9}, False),
+        (AdamGRDA, {"lr": 1e-4}, True),
+        (AdamGRDA, {"lr": 0.03}, False),
+    ],
+)
+def test_a_run_too_short_for_a_soft_threshold_is_said_halfway(
+    kind: Any, options: dict[str, Any], warns: bool, path: dict[str, Any]
+) -> None:
+    model = network()
+    optimizer = kind(
+        groups(model), target=0.9, steps=60, prune_from=0.1, prune_until=0.7, fix_at=0.7, **options, **path
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(model, optimizer, range(60))
+    assert [("halfway" in str(each.message), each.category) for each in said] == [(True, Outlook)] * warns
 
 
 def test_weights_that_others_write_are_adopted_through_the_rescaling() -> None:

@@ -126,8 +126,8 @@ class AdamGRDA(Thresholded):
 
     def begin(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = super().begin(p, group)
-        for moment in ("exp_avg", "exp_avg_sq"):
-            if moment not in state:
+        if "exp_avg_sq" not in state:
+            for moment in ("exp_avg", "exp_avg_sq"):
                 state[moment] = torch.zeros_like(state["accumulator"])
         return state
 
@@ -160,13 +160,13 @@ class AdamGRDA(Thresholded):
     def _tensors(self, group: dict[str, Any], params: list[Tensor]) -> Tensors:
         """Return what a step of parameters that have gradients reads and writes."""
         states = [self.begin(p, group) for p in params]
-        are_fixed = any("pruned" in state for state in states)
+        are_fixed = group["plan"] is not None and any("pruned" in state for state in states)
         for state in states if are_fixed else ():  # one was frozen when the zeros were fixed
             state.setdefault("pruned", torch.zeros_like(state["accumulator"], dtype=torch.bool))
         vs, means, squares = ([local(state[name]) for state in states] for name in self.PER_ELEMENT)
         return Tensors(
             list(map(local, params)),
-            [_like(p, v) for p, v in zip(params, vs, strict=True)],
+            list(map(_like, params, vs)),
             vs,
             means,
             [state["step"] for state in states],
@@ -192,23 +192,28 @@ class AdamGRDA(Thresholded):
             return {}
         sizes = [self._metric(p, group) for p, group in parts]
         floor = FLOOR * _mean([p for p, _ in parts], sizes)
-        inverse = [(size + floor.to(size)).reciprocal() for size in sizes]
+        inverse = [size.add_(floor.to(size)).reciprocal_() for size in sizes]
         mean = _mean([p for p, _ in parts], inverse)
         # Before any gradient all sizes are 0, and all thresholds alike.
-        return {p: (q / mean.to(q)).nan_to_num_(nan=1.0) for (p, _), q in zip(parts, inverse, strict=True)}
+        return {p: q.div_(mean.to(q)).nan_to_num_(nan=1.0) for (p, _), q in zip(parts, inverse, strict=True)}
 
     def _metric(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """Return ŝ^(power/2) of a parameter."""
         state = self.state[p]
         correction = 1 - group["betas"][1] ** state["step"]
         square = local(state["exp_avg_sq"])
-        corrected: Tensor = square / correction.to(square).clamp(min=torch.finfo(square.dtype).tiny)
-        return corrected.pow(group["power"] / 2)
+        metric: Tensor = square / correction.to(square).clamp(min=torch.finfo(square.dtype).tiny)
+        power = group["power"]
+        if power in (0.5, 1.0):  # roots are taken many times faster than other powers
+            return metric.sqrt_() if power == 1 else metric.sqrt_().sqrt_()
+        return metric.pow_(power / 2)
 
 
 def _like(p: Tensor, v: Tensor) -> Tensor:
     """Return a parameter's gradient as its accumulator is stored."""
     grad: Any = p.grad
+    if type(grad) is Tensor and grad.dtype is v.dtype and not grad.is_sparse:
+        return grad
     if hasattr(grad, "placements") and grad.placements != p.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
     grad = local(grad)

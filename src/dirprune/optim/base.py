@@ -15,12 +15,13 @@ from torch.optim.optimizer import Optimizer
 
 from dirprune._support.graphs import is_capturing
 from dirprune._support.rates import number, place_lr
+from dirprune.optim.adoption import Written, adopt_weights
 from dirprune.optim.guard import Guard
 from dirprune.optim.options import check_options
-from dirprune.optim.outlook import OUTLOOK_AFTER, warn_of_extremes
+from dirprune.optim.outlook import OUTLOOK_AFTER, warn_of_extremes, warn_of_stillness
 from dirprune.optim.paths import check_parameters, fused_obstacle, scalar_device
 from dirprune.optim.selection import Member, Sample, smallest, summed
-from dirprune.optim.state import Loading, adopt_weights, check_form, first_state, fix_zeros, local, widen
+from dirprune.optim.state import Loading, check_form, first_state, fix_zeros, local, widen
 from dirprune.optim.target import Plan, Progress
 
 # Read from every tensor at every step, with `map`: a Python loop would take longer than the update on the device.
@@ -45,6 +46,7 @@ class Thresholded(Optimizer):
         self._taken = 0
         self._is_recording = False
         self._guard = Guard()
+        self._stillness: Tensor | None = None
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -53,6 +55,7 @@ class Thresholded(Optimizer):
         self._sample = None
         self._taken = 0
         self._is_recording = False
+        self._stillness = None
         self.__dict__.setdefault("_launchers", {})  # kept when a state is loaded: captured graphs read their tables
         self.__dict__.setdefault("_guard", Guard())
 
@@ -98,6 +101,7 @@ class Thresholded(Optimizer):
     def progress(self) -> Progress:
         """Return how far the target is reached."""
         self.skipped()
+        self._tell_of_stillness()
         plan: Plan | None = self.defaults["plan"]
         if plan is None:
             raise ValueError("progress is that of a target, and there is none; for its zeros, see sparsity(model)")
@@ -144,6 +148,7 @@ class Thresholded(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the plan of a target as plain values, and how many steps were skipped."""
         state, skipped = super().state_dict(), self.skipped()
+        self._tell_of_stillness()
         for group in state["param_groups"]:
             if group["plan"] is not None:
                 group["plan"] = group["plan"].to_dict()
@@ -313,6 +318,7 @@ class Thresholded(Optimizer):
         if torch.compiler.is_compiling():
             return
         scales: dict[Tensor, float | Tensor] | None = None
+        written: list[Written] = []
         for index, group in enumerate(self.param_groups):
             params, now = group["params"], _versions(group)
             before = self._versions[index] if index < len(self._versions) else []
@@ -321,8 +327,10 @@ class Thresholded(Optimizer):
             for p, old, new in zip_longest(params, before[: len(params)], now):
                 if old != new and "accumulator" in self.state.get(p, ()):
                     scales = self._scales() if scales is None else scales
-                    rescale = group.get("rescale", False)
-                    adopt_weights(p, self.state[p], group["shape"], scales.get(p, 1.0), rescale=rescale)
+                    v, tau = local(self.state[p]["accumulator"]), self.state[p]["threshold"]
+                    tau = tau.to(v) * scales[p] if p in scales else tau.to(v)
+                    written.append(Written(local(p), v, tau, group["shape"], group.get("rescale", False)))
+        adopt_weights(written)
 
     def _thresholded(self) -> list[tuple[Tensor, dict[str, Any], float, float]]:
         """Return (parameter, group, scale, cost) of all weights that are thresholded."""
@@ -349,6 +357,17 @@ class Thresholded(Optimizer):
             for (p, _, scale, cost), v in zip(parts, vs, strict=True)
         ]
 
+    def _sampled(self, members: list[Member]) -> Sample:
+        if self._sample is None or [id(m.p) for m in members] != list(map(id, self._sample[0])):
+            self._sample = [m.p for m in members], Sample(members)
+        return self._sample[1]
+
+    def _tell_of_stillness(self, *, wait: bool = True) -> None:
+        """Warn once if soft thresholding will fail; without ``wait``, leave it for when the host waits anyway."""
+        if wait and self._stillness is not None:
+            moved, self._stillness = float(self._stillness), None
+            warn_of_stillness(moved)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _raise_thresholds(self) -> None:
         """Follow the plan of a target, if there is one, up to the next step's threshold."""
@@ -356,13 +375,18 @@ class Thresholded(Optimizer):
         if plan is None:
             return
         if plan.step == 0:
-            plan.check(self._members())
+            members = self._members()
+            plan.check(members)
+            self._sampled(members).start(members)
         if plan.looks:
             members = self._members()
-            if self._sample is None or [id(m.p) for m in members] != list(map(id, self._sample[0])):
-                self._sample = [m.p for m in members], Sample(members)
+            sample = self._sampled(members)
+            if plan.is_halfway and any(g["shape"] == "soft" and not g.get("rescale") for g in self.param_groups):
+                moved = sample.moved(members)
+                self._stillness = None if moved is None else moved / plan.threshold.to(moved)
+                self._tell_of_stillness(wait=members[0].v.is_cpu)
             plan.place(self.state[members[0].p]["threshold"].device)
-            plan.aim(self._sample[1].threshold(members, plan.share(plan.step + plan.horizon)))
+            plan.aim(sample.threshold(members, plan.share(plan.step + plan.horizon)))
         if plan.advance():
             followers = [(self.begin(p, group)["threshold"], scale) for p, group, scale, _ in self._thresholded()]
             plan.place(followers[0][0].device)  # a loaded plan may be elsewhere
@@ -375,6 +399,7 @@ class Thresholded(Optimizer):
         plan: Plan | None = self.defaults["plan"]
         if plan is None or plan.step != plan.last:
             return
+        self._tell_of_stillness()
         members = self._members()
         plan.check(members)
         zeros = smallest(members, plan.goal(members), plan.least(members))

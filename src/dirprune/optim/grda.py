@@ -150,7 +150,7 @@ class GRDA(Thresholded):
     ) -> None:
         # torch.compile knows this method by its name and its signature, and traces the step without it.
         has_momentum = bool(group["momentum"])
-        are_fixed = any("pruned" in self.state.get(p, ()) for p in group["params"])
+        are_fixed = group["plan"] is not None and any("pruned" in self.state.get(p, ()) for p in group["params"])
         for p in group["params"]:
             grad = p.grad
             if grad is None:

@@ -14,6 +14,10 @@ from dirprune.optim.selection import Member, summed
 from dirprune.optim.state import local
 
 
+class Skipped(UserWarning):
+    """Steps were skipped, because a gradient was not finite."""
+
+
 class Guard:
     """Tells before each step whether its gradients are finite, and counts the steps that are skipped.
 
@@ -35,13 +39,13 @@ class Guard:
         for p in params:
             grad = local(p.grad)  # type: ignore[arg-type]  # the caller leaves out those without
             values = grad.coalesce().values() if grad.is_sparse else grad
-            found = alike.setdefault((Member(p, values).shards, values.device, values.dtype), [])
+            beside = alike.setdefault((Member(p, values).shards, values.device, values.dtype), [])
             if values.numel():
-                found.append(values)
+                beside.append(values)
         bad = torch.zeros_like(self._skipped)
         for (shards, *_), grads in alike.items():
-            largest = torch.stack(torch._foreach_norm(grads, math.inf)) if grads else bad.new_zeros(1).double()
-            bad += summed((~largest.isfinite()).sum().to(bad), shards)  # the largest is infinite or NaN if any value is
+            found = torch.stack(_extremes(grads)) if grads else bad.new_zeros(1).double()
+            bad += summed((~found.isfinite()).sum().to(bad), shards)
         self._fine.copy_(bad == 0)
         self._skipped.add_(bad > 0)
         return self._fine
@@ -55,9 +59,17 @@ class Guard:
             warnings.warn(
                 f"{count} {'step was' if count == 1 else 'steps were'} skipped so far, because a gradient was infinite "
                 "or not a number; if more are, lower lr, clip the gradients, or go on from an earlier checkpoint",
+                Skipped,
                 stacklevel=3,
             )
         return count
+
+
+def _extremes(grads: list[Tensor]) -> list[Tensor]:
+    """Return values that are infinite or NaN if any of these tensors has one: the fastest to compute on the device."""
+    if grads[0].is_cuda:
+        return list(torch._foreach_norm(grads, math.inf))
+    return [extreme for grad in grads for extreme in grad.aminmax()]
 
 
 def kept_unless(fine: Tensor | None, tensors: Sequence[Tensor]) -> list[Tensor]:

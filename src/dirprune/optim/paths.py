@@ -17,12 +17,12 @@ _IS_SPARSE = attrgetter("is_sparse")
 
 def choose_path(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> str:
     """Return the requested path, or else the fastest that can run; sparse gradients and compilers get "single"."""
-    if torch.compiler.is_compiling() or any(map(_IS_SPARSE, grads)):
-        return "single"
-    fits = not group.get("rescale") and group.get("decay") != "accumulator"
-    if fits and wants_fused(group, params[0]) and fused_obstacle(params) is None:
-        return "fused"
+    fused = wants_fused(group, params[0]) and not group.get("rescale") and group.get("decay") != "accumulator"
     foreach = params[0].is_cuda if group["foreach"] is None else group["foreach"]
+    if torch.compiler.is_compiling() or not (fused or foreach) or any(map(_IS_SPARSE, grads)):
+        return "single"
+    if fused and fused_obstacle(params) is None:
+        return "fused"
     return "foreach" if foreach else "single"
 
 

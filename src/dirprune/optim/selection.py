@@ -54,17 +54,39 @@ class Sample:
             draws = round(SAMPLE * m.v.numel() * m.cost / total)
             chosen = torch.randint(max(1, m.v.numel()), (draws,), generator=generator, device="cpu")
             self._chosen.append(None if takes_all else chosen.to(m.v.device))
+        self._start: list[Tensor] = []
+
+    def start(self, members: Sequence[Member]) -> None:
+        """Remember where the weights are before the first step."""
+        self._start = [values.clone() for values in self._values(members)]
+
+    def moved(self, members: Sequence[Member]) -> Tensor | None:
+        """Return by how much they have moved since then (root mean square), or None if that is not known."""
+        if not self._start:
+            return None
+        squares = [
+            (now - then).square().sum(dtype=torch.float64).to(members[0].v.device)
+            for now, then in zip(self._values(members), self._start, strict=True)
+        ]
+        return (torch.stack(squares).sum() / max(1, sum(then.numel() for then in self._start))).sqrt()
+
+    def _values(self, members: Sequence[Member]) -> list[Tensor]:
+        """Return v / scale of the chosen weights of each member."""
+        drawn = []
+        for m, chosen in zip(members, self._chosen, strict=True):
+            values = m.v.flatten() if chosen is None else torch.take(m.v, chosen)
+            if isinstance(m.scale, Tensor):
+                values = values / (m.scale.flatten() if chosen is None else torch.take(m.scale, chosen))
+            elif m.scale != 1:
+                values = values / m.scale
+            drawn.append(values)
+        return drawn
 
     def threshold(self, members: Sequence[Member], share: float) -> Tensor:
         """Return the |v| / scale under which this share of the cost lies, in float64."""
         parts: dict[tuple[Any, ...], list[Tensor]] = {}
-        for m, chosen in zip(members, self._chosen, strict=True):
-            sizes = (m.v.flatten() if chosen is None else torch.take(m.v, chosen)).abs()
-            if isinstance(m.scale, Tensor):
-                sizes = sizes / (m.scale.flatten() if chosen is None else torch.take(m.scale, chosen))
-            elif m.scale != 1:
-                sizes = sizes / m.scale
-            parts.setdefault(m.shards, []).append(sizes.to(members[0].v.device))
+        for m, values in zip(members, self._values(members), strict=True):
+            parts.setdefault(m.shards, []).append(values.abs().to(members[0].v.device))
         values = torch.cat([_gather(torch.cat(sizes), groups) for groups, sizes in parts.items()])
         k = round(share * values.numel())
         if not k:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from operator import attrgetter, ne
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softshrink
 from torch.optim import Optimizer
 
 from dirprune._support.rates import number, set_lrs
 from dirprune.optim.options import MACHINE, check_options
 from dirprune.optim.target import Plan
-from dirprune.optim.threshold import CHUNK, grow_back, shrink, unscaled
+from dirprune.optim.threshold import shrink
 
 _PER_ELEMENT = ("accumulator", "momentum_buffer", "exp_avg", "exp_avg_sq", "pruned")
 _PER_PARAMETER = ("step", "threshold")
@@ -243,66 +241,6 @@ def local(tensor: Tensor) -> Tensor:
     # Known by its method: importing the class would load much that a plain training script does not need.
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard
-
-
-@torch.no_grad()
-def adopt_weights(
-    p: Tensor, state: dict[str, Any], shape: str, scale: float | Tensor = 1.0, *, rescale: bool = False
-) -> None:
-    """Move the accumulator to the nearest value that gives the present weights of p.
-
-        v ← argmin |u − v| over the u of which the threshold leaves w; for "soft", sign(u)·max(|u| − τ, 0) = w
-
-    For "soft" this is w + sign(w)·τ where w ≠ 0, and v clipped to ±τ where w = 0 (0 if v is NaN). Where v already gives
-    w, after rounding to the precision of the weights, it stays: to the bit if nothing near it has changed.
-    """
-    w, v = local(p), local(state["accumulator"])
-    check_shapes([w], [v])
-    check_devices(w, v)
-    tau = state["threshold"].to(v) * scale
-    plain = not rescale and not tau.dim()
-    for v_part, w_part in _pieces(v, w) if plain else [(v, w)]:
-        if plain and v.is_cpu and shape == "soft" and math.isfinite(float(v_part.sum())):
-            _adopt_softly(v_part, w_part, float(tau))
-            continue
-        given = torch.empty_like(w_part)
-        shrink(v_part, tau, shape, rescale=rescale, out=given)
-        wide = w_part.to(v.dtype)
-        if rescale and v.dim() > 1:
-            wide = unscaled(wide, v, tau)
-        nearest = torch.where(wide == 0, v_part.clamp(-tau, tau).nan_to_num(nan=0.0), grow_back(wide, tau, shape))
-        v_part.copy_(torch.where(given == w_part, v_part, nearest))
-
-
-def _adopt_softly(v: Tensor, w: Tensor, tau: float) -> None:
-    """Do the same for a soft threshold and finite v, without comparisons by element, which are slow on a CPU.
-
-    The new v is w + r with r = sign(w)·τ, or v within ±τ where w = 0.
-    """
-    if _gives(v[:1024], w[:1024], tau) and _gives(v, w, tau):  # most often, a glance shows that something has changed
-        return
-    if w.dtype == v.dtype:
-        v.add_(w, alpha=torch.finfo(w.dtype).max).clamp_(-tau, tau).add_(w)
-        return
-    # Where v gives w after rounding, w does not give v back.
-    differs = softshrink(v, tau).to(w.dtype).sub_(w).to(v.dtype).abs_().mul_(torch.finfo(v.dtype).max).clamp_(max=1.0)
-    wide = w.to(v.dtype)
-    v.lerp_(torch.add(v, wide, alpha=torch.finfo(v.dtype).max).clamp_(-tau, tau).add_(wide), differs)
-
-
-def _gives(v: Tensor, w: Tensor, tau: float) -> bool:
-    return torch.equal(softshrink(v, tau).to(w.dtype), w)
-
-
-def _pieces(v: Tensor, w: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut two tensors into pieces that need little memory, in the order in which they lie there; or give them whole."""
-    order = sorted(range(v.dim()), key=v.stride, reverse=True)
-    v_dense, w_dense = v.permute(order), w.permute(order)
-    if v_dense.is_contiguous() and w_dense.is_contiguous():
-        size = CHUNK if v.is_cpu else 64 * CHUNK
-        yield from zip(torch.split(v_dense.view(-1), size), torch.split(w_dense.view(-1), size), strict=True)
-    else:
-        yield v, w
 
 
 @torch.no_grad()

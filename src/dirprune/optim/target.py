@@ -108,6 +108,11 @@ class Plan:
         return self.first <= self.step < self.last - 1 and (self.step - self.first) % EVERY == 0
 
     @property
+    def is_halfway(self) -> bool:
+        """Whether the zeros of the target have come by half of their phase, at a look at the weights."""
+        return self.looks and 0 <= 2 * self.step - self.first - self.reached < 2 * EVERY
+
+    @property
     def horizon(self) -> int:
         """How many steps a look serves."""
         return min(EVERY, self.last - 1 - self.step)

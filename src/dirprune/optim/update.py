@@ -15,6 +15,9 @@ from torch import Tensor
 from dirprune.optim.options import MATHEMATICS
 from dirprune.optim.threshold import are_numbers, grow_thresholds, shrink, shrink_all
 
+SMALL = 65536
+"""Elements below which tensors are stepped together on a CPU."""
+
 
 class Tensors(NamedTuple):
     """What a step reads and writes: entry i of every list belongs to parameter i."""
@@ -47,11 +50,12 @@ class Tensors(NamedTuple):
             return []
         if torch.compiler.is_compiling() or len(set(map(Tensor.get_device, self.params))) == 1:
             return [self]
-        split = []
-        for device in dict.fromkeys(p.device for p in self.params):
-            members = [i for i, p in enumerate(self.params) if p.device == device]
-            split.append(Tensors(*([tensors[i] for i in members] if tensors else [] for tensors in self)))
-        return split
+        devices = dict.fromkeys(p.device for p in self.params)
+        return [self.only([i for i, p in enumerate(self.params) if p.device == device]) for device in devices]
+
+    def only(self, members: Sequence[int]) -> Tensors:
+        """Return the lists of these parameters."""
+        return Tensors(*([tensors[i] for i in members] if tensors else [] for tensors in self))
 
 
 class Rule(NamedTuple):
@@ -88,13 +92,21 @@ def take_step(tensors: Tensors, rule: Rule, *, foreach: bool = False, capturable
     rule = rule._replace(lr=float(rule.lr))
     grow_thresholds(steps, thresholds, rule.lr, rule.c, rule.mu, rule.momentum)
     taus = [threshold.item() for threshold in thresholds]
-    (_step_together if foreach else _step_each)(tensors, taus, rule)
+    if foreach:
+        _step_together(tensors, taus, rule, launches=True)
+        return
+    # One at a time, a large tensor is still in the cache when it is thresholded; of small ones, the calls are the cost.
+    numels = list(map(Tensor.numel, tensors.params))
+    small = [i for i, numel in enumerate(numels) if numel < SMALL]
+    for members in [small, *([i] for i, numel in enumerate(numels) if numel >= SMALL)]:
+        if members:
+            _step_together(tensors.only(members), [taus[i] for i in members], rule)
 
 
-def _step_each(tensors: Tensors, taus: Sequence[Tensor] | list[float], rule: Rule) -> None:
+def _step_each(tensors: Tensors, taus: Sequence[Tensor], rule: Rule) -> None:
+    """Take the step with thresholds that the host does not know."""
     lr = rule.lr
     for i, (param, grad, v) in enumerate(zip(*tensors[:3], strict=True)):
-        tau = taus[i]
         if rule.weight_decay or rule.momentum:
             grad = (grad.to_dense() if grad.is_sparse else grad).to(v.dtype)
         if rule.maximize:
@@ -104,13 +116,11 @@ def _step_each(tensors: Tensors, taus: Sequence[Tensor] | list[float], rule: Rul
         if rule.momentum:
             buffer = tensors.buffers[i].mul_(rule.momentum).add_(grad)
             grad = _add_scaled(grad, buffer, rule.momentum) if rule.nesterov else buffer
-        if isinstance(tau, Tensor):  # a product with a scalar tensor keeps the gradient's precision, hence the cast
-            v.sub_(grad.to(v.dtype) * (lr.to(v) if isinstance(lr, Tensor) else lr))
-        else:
-            v.add_(grad, alpha=-float(lr))
+        # A product with a scalar tensor keeps the gradient's precision, hence the cast.
+        v.sub_(grad.to(v.dtype) * (lr.to(v) if isinstance(lr, Tensor) else lr))
         if tensors.pruned:
             v.masked_fill_(tensors.pruned[i], 0.0)
-        shrink(v, tau, rule.shape, rescale=rule.rescale, out=param)
+        shrink(v, taus[i], rule.shape, rescale=rule.rescale, out=param)
 
 
 def _add_scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -118,10 +128,11 @@ def _add_scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return a + scale * b.to(a.dtype) if torch.compiler.is_compiling() else a.add(b, alpha=scale)
 
 
-def _step_together(tensors: Tensors, taus: list[float], rule: Rule) -> None:
+def _step_together(tensors: Tensors, taus: list[float], rule: Rule, *, launches: bool = False) -> None:
+    """Take the step with thresholds that are numbers; in as few ``launches`` as a device can, or passes on a CPU."""
     params, directions, vs, buffers = tensors[:4]
     if rule.weight_decay or rule.momentum:
-        directions = [g.to(v.dtype) for g, v in zip(directions, vs, strict=True)]
+        directions = [(g.to_dense() if g.is_sparse else g).to(v.dtype) for g, v in zip(directions, vs, strict=True)]
     if rule.maximize:
         directions = list(torch._foreach_neg(directions))
     if rule.weight_decay:
@@ -134,8 +145,8 @@ def _step_together(tensors: Tensors, taus: list[float], rule: Rule) -> None:
     torch._foreach_add_(vs, directions, alpha=-float(rule.lr))
     for v, pruned in zip(vs, tensors.pruned, strict=False):
         v.masked_fill_(pruned, 0.0)
-    if rule.rescale:
-        for p, v, tau in zip(params, vs, taus, strict=True):
-            shrink(v, tau, rule.shape, rescale=True, out=p)
-    else:
+    if launches and not rule.rescale:
         shrink_all(params, vs, taus, rule.shape)
+        return
+    for p, v, tau in zip(params, vs, taus, strict=True):
+        shrink(v, tau, rule.shape, rescale=rule.rescale, out=p)
