@@ -786,9 +786,9 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         (stepped((3,)).state_dict(), "1 parameters in group 0 and this optimizer 2"),
         (sgd.state_dict(), "no c, mu"),
         (without_threshold, "no threshold for parameter 1"),
-        (changed(before, threshold=torch.tensor(math.nan)), r"threshold=tensor\(nan\) for parameter 1"),
+        (changed(before, threshold=torch.tensor(math.nan)), "threshold=nan for parameter 1"),
         (changed(before, momentum_buffer=torch.ones(3)), r"momentum_buffer of shape \(3,\) for parameter 1"),
-        (changed(before, step=torch.ones(2)), r"step=\[1.0, 1.0\] for parameter 1"),
+        (changed(before, step=torch.ones(2)), r"step=a tensor of shape \(2,\) for parameter 1"),
         ({"state": before["state"]}, "has the keys"),
     ]:
         with pytest.raises(ValueError, match=message):
