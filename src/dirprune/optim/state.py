@@ -159,7 +159,8 @@ def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor, needed: 
         if not (held or isinstance(value, Real)) or not 0 <= number(value) <= _MOST:
             shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
-                f"state_dict has {key}={value.item() if held else shown} for parameter {name}; give a finite number ≥ 0 that float32 can hold"
+                f"state_dict has {key}={value.item() if held else shown} for parameter {name}; give a finite number "
+                "≥ 0 that float32 can hold"
             )
     for key in _PER_ELEMENT:
         tensor = state.get(key)
