@@ -790,6 +790,13 @@ def test_the_command_widens_the_sweeps_that_nobody_gave(tmp_path: Path) -> None:
     assert {row["value"] for row in more if row.get("seed") == 1} >= {*values["grda"], 1e-9}
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the figures, which take longer than these runs and are tested elsewhere."""
+    monkeypatch.setattr(comparison, "figures", lambda *_: {})
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_every_method_has_as_many_trials_on_held_out_data_and_then_trains_on_all(tmp_path: Path) -> None:
     names, out = ("sgd", "grda-target", "magnitude-global"), tmp_path / "out"
     words = command("--methods", ",".join(names), "--sparsity", "0.5,0.8", "--tune", 2, "--out", out)
@@ -813,7 +820,8 @@ def test_every_method_has_as_many_trials_on_held_out_data_and_then_trains_on_all
     for row in compared:
         assert rows_of_runs.recipe_of(row) == enter(plain, row.method, row.value, best[row.method])
     before = (out / tuning.TABLE).read_bytes()
-    assert objects(call(*words)) == rows[-len(objects(call(*words))) :]  # the trials are not trained again
+    again = objects(call(*words))
+    assert again == rows[-len(again) :]  # the trials are not trained again
     assert (out / tuning.TABLE).read_bytes() == before
 
 
@@ -909,6 +917,7 @@ def test_rows_from_before_settings_were_noted_are_repeated_where_they_tell_them(
         rows_of_runs.recipe_of(replace(row, recipe="digits epochs=3"))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_controls_stand_beside_the_runs_whose_zeros_they_have(tmp_path: Path) -> None:
     """A shuffled mask takes the zeros of gRDA's layers, once they are known; a narrow network has as many weights."""
     out = tmp_path / "out"
