@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import GPU
 from test_train import SEED, digits, noisy, numbers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -32,7 +33,7 @@ from dirprune.lab.methods import (
     Str,
     VariationalDropout,
 )
-from dirprune.lab.training.execution import Execution, PlainStep, Tally
+from dirprune.lab.training.execution import CapturedStep, Execution, PlainStep, Tally, make_step
 from dirprune.lab.training.loop import EpochRecord, evaluate, train
 from dirprune.lab.training.optimizers import Grda, Rda
 from dirprune.lab.training.schedules import Schedule
@@ -283,40 +284,42 @@ def test_a_model_without_layers_to_prune_is_refused() -> None:
         RigL(sparsity=0.5).attach(model, SGD(model.parameters(), lr=0.1), steps=1, examples=1)
 
 
-if torch.cuda.is_available():
-    from dirprune.lab.training.execution import CapturedStep, make_step
+CUDA = torch.device("cuda")
 
-    CUDA = torch.device("cuda")
 
-    def captured_optimizer(model: nn.Module) -> Optimizer:
-        rate = torch.tensor(0.05, device=CUDA)
-        return SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-3, fused=True)
+def captured_optimizer(model: nn.Module) -> Optimizer:
+    rate = torch.tensor(0.05, device=CUDA)
+    return SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-3, fused=True)
 
-    @pytest.mark.parametrize("name", METHODS)
-    def test_captured_steps_prune_as_plain_ones(name: str) -> None:
-        make = partial(VariationalDropout, start=-20.0) if name == "variational-dropout" else METHODS[name]
-        loaders, results = data.load("digits", batch_size=400, seed=SEED, device=CUDA), []
-        for capture in (False, True):
-            model = noisy().to(CUDA)
-            model[3].p = 0.0
-            method = make()
-            optimizer = captured_optimizer(model)
-            method.attach(model, optimizer, steps=16, examples=loaders.train.examples)
-            record = run(model, optimizer, method, loaders, execution=Execution(capture=capture))[-1]
-            results.append((record.train_loss, record.test_loss, record.weight_sparsity))
-        assert results[1] == pytest.approx(results[0], rel=0.02, abs=0.02)
 
-    def test_after_a_captured_step_of_any_size_gradients_are_those_of_the_plain_one() -> None:
-        loaders = data.load("digits", batch_size=400, seed=SEED, device=CUDA)
-        model, twin = noisy().to(CUDA), noisy().to(CUDA)
-        model[3].p = twin[3].p = 0.0
-        optimizer, tally = captured_optimizer(model), Tally(8, CUDA)
-        step = make_step(model, model, optimizer, tally, Execution(capture=True), loaders.train, [400, 238])
-        assert isinstance(step, CapturedStep)
-        plain = PlainStep(twin, captured_optimizer(twin), Tally(8, CUDA), Execution())
-        for epoch in (1, 2):
-            for batch in loaders.train.epoch(epoch):
-                step(*batch)
-                plain(*batch)
-                for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-                    torch.testing.assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-3)
+@GPU
+@pytest.mark.parametrize("name", METHODS)
+def test_captured_steps_prune_as_plain_ones(name: str) -> None:
+    make = partial(VariationalDropout, start=-20.0) if name == "variational-dropout" else METHODS[name]
+    loaders, results = data.load("digits", batch_size=400, seed=SEED, device=CUDA), []
+    for capture in (False, True):
+        model = noisy().to(CUDA)
+        model[3].p = 0.0
+        method = make()
+        optimizer = captured_optimizer(model)
+        method.attach(model, optimizer, steps=16, examples=loaders.train.examples)
+        record = run(model, optimizer, method, loaders, execution=Execution(capture=capture))[-1]
+        results.append((record.train_loss, record.test_loss, record.weight_sparsity))
+    assert results[1] == pytest.approx(results[0], rel=0.02, abs=0.02)
+
+
+@GPU
+def test_after_a_captured_step_of_any_size_gradients_are_those_of_the_plain_one() -> None:
+    loaders = data.load("digits", batch_size=400, seed=SEED, device=CUDA)
+    model, twin = noisy().to(CUDA), noisy().to(CUDA)
+    model[3].p = twin[3].p = 0.0
+    optimizer, tally = captured_optimizer(model), Tally(8, CUDA)
+    step = make_step(model, model, optimizer, tally, Execution(capture=True), loaders.train, [400, 238])
+    assert isinstance(step, CapturedStep)
+    plain = PlainStep(twin, captured_optimizer(twin), Tally(8, CUDA), Execution())
+    for epoch in (1, 2):
+        for batch in loaders.train.epoch(epoch):
+            step(*batch)
+            plain(*batch)
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-3)

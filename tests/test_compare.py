@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import GPU
 from scipy.stats import ttest_rel
 from test_cli import call, objects
 from test_recipes import flat
@@ -39,9 +40,10 @@ from dirprune.lab.tasks import Images
 from dirprune.lab.tasks.measure import ACCURACY, LOSS
 from dirprune.lab.text import NOTHING
 from dirprune.lab.training import recipes, runs, series
+from dirprune.lab.training.execution import Execution
 from dirprune.lab.training.experiment import assemble
 from dirprune.lab.training.optimizers import Plan, Sgd
-from dirprune.lab.training.recipe import Recipe, differing
+from dirprune.lab.training.recipe import FAST, Recipe, differing
 from dirprune.lab.training.reward import Reward
 from dirprune.lab.training.schedules import Schedule
 from dirprune.lab.training.surroundings import Surroundings
@@ -1083,21 +1085,19 @@ def test_without_a_run_there_is_nothing_to_show(tmp_path: Path) -> None:
     assert "has ended yet" in begun.stderr
 
 
-if torch.cuda.is_available():
-    from dirprune.lab.training.execution import Execution
-
-    @pytest.mark.parametrize("fast", [Execution(capture=True), recipes.FAST], ids=["captured", "compiled"])
-    def test_captured_trials_go_on_as_if_nothing_had_happened(fast: Execution, tmp_path: Path) -> None:
-        recipe = replace(SHORT, cuda=fast)
-        cuda = torch.device("cuda")
-        planned = plan(recipe, sparsities=(0.8,), batches=4, sweeps=ONE_EACH)
-        list(compare.compare(planned, tmp_path / "whole", Surroundings(cuda)))
-        for _ in range(2 * len(planned)):
-            list(compare.compare(planned, tmp_path / "pieces", Surroundings(cuda, stopping=after(3))))
-        whole, pieces = (read(tmp_path / name) for name in ("whole", "pieces"))
-        assert len(whole) == len(pieces) == len(planned)
-        for one, other in zip(whole, pieces, strict=True):
-            assert one.row.run == other.row.run
-            assert one.row.test_loss == pytest.approx(other.row.test_loss, rel=0.02, abs=0.02)
-            assert one.row.sparsity == pytest.approx(other.row.sparsity, abs=0.02)
-            assert one.row.peak_memory_mib > 0
+@GPU
+@pytest.mark.parametrize("fast", [Execution(capture=True), FAST], ids=["captured", "compiled"])
+def test_captured_trials_go_on_as_if_nothing_had_happened(fast: Execution, tmp_path: Path) -> None:
+    recipe = replace(SHORT, cuda=fast)
+    cuda = torch.device("cuda")
+    planned = plan(recipe, sparsities=(0.8,), batches=4, sweeps=ONE_EACH)
+    list(compare.compare(planned, tmp_path / "whole", Surroundings(cuda)))
+    for _ in range(2 * len(planned)):
+        list(compare.compare(planned, tmp_path / "pieces", Surroundings(cuda, stopping=after(3))))
+    whole, pieces = (read(tmp_path / name) for name in ("whole", "pieces"))
+    assert len(whole) == len(pieces) == len(planned)
+    for one, other in zip(whole, pieces, strict=True):
+        assert one.row.run == other.row.run
+        assert one.row.test_loss == pytest.approx(other.row.test_loss, rel=0.02, abs=0.02)
+        assert one.row.sparsity == pytest.approx(other.row.sparsity, abs=0.02)
+        assert one.row.peak_memory_mib > 0

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from marks import GPU
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
@@ -21,7 +22,7 @@ from dirprune.connect import BezierCurve, CurveProfile, FitRecord, Plane, curve_
 from dirprune.connect.landscape import Evaluator, Measurement, profile_points
 from dirprune.weights import Weights, flatten, put, take
 
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 
 
 class Batches(list[Batch]):
@@ -572,53 +573,57 @@ def test_a_graph_is_recorded_for_tensors() -> None:
         Captured(lambda inputs, targets: targets)({"x": torch.ones(1)}, torch.ones(1))  # type: ignore[arg-type]
 
 
-if torch.cuda.is_available():
+def captured_optimizer(curve: BezierCurve, lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD(curve.parameters(), lr=torch.tensor(lr, device="cuda"), momentum=0.9, fused=True)
 
-    def captured_optimizer(curve: BezierCurve, lr: float) -> torch.optim.SGD:
-        return torch.optim.SGD(curve.parameters(), lr=torch.tensor(lr, device="cuda"), momentum=0.9, fused=True)
 
-    @pytest.mark.parametrize(("channels_last", "compiled"), [(False, False), (True, False), (True, True)])
-    def test_the_captured_fit_is_the_plain_one(
-        channels_last: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Momentum, a schedule, BatchNorm, and a ragged last batch, which has a graph of its own."""
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-        model = convolutional(0).cuda()
-        start, end = (take(convolutional(seed).cuda()) for seed in (1, 2))
-        loaders = loaders_of(on("cuda", points_of(56, size=16, shape=(3, 8, 8))))
-        options: dict[str, Any] = {"epochs": 3, "schedule": lambda epoch: 0.05 / epoch, "seed": 3}
-        plain, captured = BezierCurve(start, end), BezierCurve(start, end)
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-        expected = fit(model, plain, loaders, optimizer=optimizer, **options)
-        optimizer = captured_optimizer(captured, 0.1)
-        fast = {"capture": True, "channels_last": channels_last, "compiled": compiled}
-        records = fit(model, captured, loaders, optimizer=optimizer, **fast, **options)
-        moved = (plain.bends[0] - BezierCurve(start, end).bends[0]).norm()
-        assert moved > 0
-        assert (captured.bends[0] - plain.bends[0]).norm() < 1e-3 * moved
-        assert [r.loss for r in records] == pytest.approx([r.loss for r in expected], rel=1e-4)
-        assert [r.lr for r in records] == [r.lr for r in expected]
+@GPU
+@pytest.mark.parametrize(("channels_last", "compiled"), [(False, False), (True, False), (True, True)])
+def test_the_captured_fit_is_the_plain_one(
+    channels_last: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Momentum, a schedule, BatchNorm, and a ragged last batch, which has a graph of its own."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    model = convolutional(0).cuda()
+    start, end = (take(convolutional(seed).cuda()) for seed in (1, 2))
+    loaders = loaders_of(on("cuda", points_of(56, size=16, shape=(3, 8, 8))))
+    options: dict[str, Any] = {"epochs": 3, "schedule": lambda epoch: 0.05 / epoch, "seed": 3}
+    plain, captured = BezierCurve(start, end), BezierCurve(start, end)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    expected = fit(model, plain, loaders, optimizer=optimizer, **options)
+    optimizer = captured_optimizer(captured, 0.1)
+    fast = {"capture": True, "channels_last": channels_last, "compiled": compiled}
+    records = fit(model, captured, loaders, optimizer=optimizer, **fast, **options)
+    moved = (plain.bends[0] - BezierCurve(start, end).bends[0]).norm()
+    assert moved > 0
+    assert (captured.bends[0] - plain.bends[0]).norm() < 1e-3 * moved
+    assert [r.loss for r in records] == pytest.approx([r.loss for r in expected], rel=1e-4)
+    assert [r.lr for r in records] == [r.lr for r in expected]
 
-    def test_a_captured_fit_with_dropout_resumes_bit_for_bit() -> None:
-        model, start, end = normalised(0).cuda(), take(normalised(1).cuda()), take(normalised(2).cuda())
-        loaders = loaders_of(on("cuda", points_of(50, size=20)))
-        whole, half, rest = (BezierCurve(start, end) for _ in range(3))
-        expected = fit(model, whole, loaders, epochs=4, optimizer=captured_optimizer(whole, 0.1), capture=True)
-        optimizer = captured_optimizer(half, 0.1)
-        records = fit(model, half, loaders, epochs=2, optimizer=optimizer, capture=True)
-        rest.load_state_dict(half.state_dict())
-        resumed = captured_optimizer(rest, 0.1)
-        resumed.load_state_dict(optimizer.state_dict())
-        records += fit(model, rest, loaders, epochs=4, first_epoch=3, optimizer=resumed, capture=True)
-        assert torch.equal(rest.bends[0], whole.bends[0])
-        assert [r.loss for r in records] == [r.loss for r in expected]
-        assert len({r.loss for r in records}) == 4
 
-    def test_an_optimizer_that_cannot_be_captured_is_refused() -> None:
-        curve = BezierCurve(take(normalised(1).cuda()), take(normalised(2).cuda()))
-        loaders = loaders_of(on("cuda", points_of(50, size=20)))
-        with pytest.raises(ValueError, match="fused=True and no dampening"):
-            fit(normalised(0).cuda(), curve, loaders, optimizer=torch.optim.SGD(curve.parameters()), capture=True)
+@GPU
+def test_a_captured_fit_with_dropout_resumes_bit_for_bit() -> None:
+    model, start, end = normalised(0).cuda(), take(normalised(1).cuda()), take(normalised(2).cuda())
+    loaders = loaders_of(on("cuda", points_of(50, size=20)))
+    whole, half, rest = (BezierCurve(start, end) for _ in range(3))
+    expected = fit(model, whole, loaders, epochs=4, optimizer=captured_optimizer(whole, 0.1), capture=True)
+    optimizer = captured_optimizer(half, 0.1)
+    records = fit(model, half, loaders, epochs=2, optimizer=optimizer, capture=True)
+    rest.load_state_dict(half.state_dict())
+    resumed = captured_optimizer(rest, 0.1)
+    resumed.load_state_dict(optimizer.state_dict())
+    records += fit(model, rest, loaders, epochs=4, first_epoch=3, optimizer=resumed, capture=True)
+    assert torch.equal(rest.bends[0], whole.bends[0])
+    assert [r.loss for r in records] == [r.loss for r in expected]
+    assert len({r.loss for r in records}) == 4
+
+
+@GPU
+def test_an_optimizer_that_cannot_be_captured_is_refused() -> None:
+    curve = BezierCurve(take(normalised(1).cuda()), take(normalised(2).cuda()))
+    loaders = loaders_of(on("cuda", points_of(50, size=20)))
+    with pytest.raises(ValueError, match="fused=True and no dampening"):
+        fit(normalised(0).cuda(), curve, loaders, optimizer=torch.optim.SGD(curve.parameters()), capture=True)
 
 
 # The caller's model and random state.

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from marks import GPU
 from matplotlib.axes import Axes
 from torch import nn
 from typer.testing import CliRunner
@@ -558,19 +559,18 @@ def test_a_job_like_a_published_one_is_reported_beside_it(
     assert first.startswith("Fitted for 2 epochs, lr 0.02, momentum 0.9; the published curve for 300")
 
 
-if torch.cuda.is_available():
-
-    def test_a_captured_job_measures_what_a_plain_one_does(pair: tuple[Path, Path], tmp_path: Path) -> None:
-        rows = {}
-        for name, execution in (
-            ("plain", Execution()),
-            ("captured", Execution(channels_last=True, compile=True, capture=True)),
-        ):
-            start = with_recipe(pair[0], tmp_path / f"run-{name}", cuda=execution)
-            list(connect(start, pair[1], tmp_path / name, SMALL, device=torch.device("cuda")))
-            rows[name] = table(tmp_path / name / "profile.csv")
-        for plain, captured in zip(rows["plain"], rows["captured"], strict=True):
-            assert float(captured["train_loss"]) == pytest.approx(float(plain["train_loss"]), rel=0.02)
+@GPU
+def test_a_captured_job_measures_what_a_plain_one_does(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    rows = {}
+    for name, execution in (
+        ("plain", Execution()),
+        ("captured", Execution(channels_last=True, compile=True, capture=True)),
+    ):
+        start = with_recipe(pair[0], tmp_path / f"run-{name}", cuda=execution)
+        list(connect(start, pair[1], tmp_path / name, SMALL, device=torch.device("cuda")))
+        rows[name] = table(tmp_path / name / "profile.csv")
+    for plain, captured in zip(rows["plain"], rows["captured"], strict=True):
+        assert float(captured["train_loss"]) == pytest.approx(float(plain["train_loss"]), rel=0.02)
 
 
 @pytest.mark.parametrize(("errors", "scale"), [((8.3, 60.0), "log"), ((0.0, 60.0), "log"), ((0.0, 5.0), "linear")])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import GPU
 from test_train import OPTIMIZERS, digits, make_grda, make_sgd, noisy, numbers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
@@ -264,169 +265,187 @@ def test_steps_that_are_rehearsed_and_replayed_are_the_plain_ones(
     assert 0 < sparsity(model).fraction < 1
 
 
-if torch.cuda.is_available():
-    CUDA = torch.device("cuda")
+CUDA = torch.device("cuda")
 
-    def captured_grda(model: nn.Module) -> Optimizer:
-        return GRDA(model.parameters(), lr=0.05, c=0.02, mu=0.6, momentum=0.5, capturable=True)
 
-    def captured_sgd(model: nn.Module) -> Optimizer:
-        return SGD(model.parameters(), lr=torch.tensor(0.05, device=CUDA), momentum=0.9, fused=True)
+def captured_grda(model: nn.Module) -> Optimizer:
+    return GRDA(model.parameters(), lr=0.05, c=0.02, mu=0.6, momentum=0.5, capturable=True)
 
-    def on_cuda(dropout: float) -> nn.Sequential:
-        model = noisy().to(CUDA)
-        model[3].p = dropout
-        return model
 
-    def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """Batches of consecutive digits."""
-        inputs, targets = next(iter(data.load("digits", batch_size=1438, seed=0, device=CUDA).train))
-        starts = [sum(sizes[:i]) % 1000 for i in range(len(sizes))]
-        return [(inputs[s : s + n].contiguous(), targets[s : s + n]) for s, n in zip(starts, sizes, strict=True)]
+def captured_sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=torch.tensor(0.05, device=CUDA), momentum=0.9, fused=True)
 
-    def losses(step: PlainStep | CapturedStep, work: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Take one step per batch, with a learning rate that changes every ten steps, as in a schedule."""
-        torch.manual_seed(11)
-        step.tally.reset()
-        for number, (inputs, targets) in enumerate(work):
-            if number % 10 == 0:
-                set_lr(step.optimizer, 0.05 * 0.7 ** (number // 10))
+
+def on_cuda(dropout: float) -> nn.Sequential:
+    model = noisy().to(CUDA)
+    model[3].p = dropout
+    return model
+
+
+def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Batches of consecutive digits."""
+    inputs, targets = next(iter(data.load("digits", batch_size=1438, seed=0, device=CUDA).train))
+    starts = [sum(sizes[:i]) % 1000 for i in range(len(sizes))]
+    return [(inputs[s : s + n].contiguous(), targets[s : s + n]) for s, n in zip(starts, sizes, strict=True)]
+
+
+def losses(step: PlainStep | CapturedStep, work: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Take one step per batch, with a learning rate that changes every ten steps, as in a schedule."""
+    torch.manual_seed(11)
+    step.tally.reset()
+    for number, (inputs, targets) in enumerate(work):
+        if number % 10 == 0:
+            set_lr(step.optimizer, 0.05 * 0.7 ** (number // 10))
+        step(inputs, targets)
+    return step.tally.losses.cpu()
+
+
+@GPU
+@pytest.mark.filterwarnings("ignore")  # the compiler's advice on performance
+@pytest.mark.parametrize("make", [captured_grda, captured_sgd])
+@pytest.mark.parametrize(
+    "execution",
+    [Execution(capture=True), Execution(precision="bfloat16", channels_last=True, compile=True, capture=True)],
+    ids=["float32", "fast"],
+)
+def test_captured_steps_equal_plain_ones(make: Callable[[nn.Module], Optimizer], execution: Execution) -> None:
+    sizes = ([64] * 9 + [23]) * 5  # fifty steps, every tenth batch short
+    work, results = batches(sizes), []
+    for captures in (False, True):
+        model = execution.place(on_cuda(dropout=0.0), CUDA)
+        optimizer, tally = make(model), Tally(len(work), CUDA)
+        plain = PlainStep(model, optimizer, tally, execution)
+        step = make_step(model, model, optimizer, tally, execution, work, [64, 23]) if captures else plain
+        assert type(step) is (CapturedStep if captures else PlainStep)
+        found = losses(step, work)
+        results.append((found, sparsity(model).fraction, model.state_dict()))
+    (found, zeros, state), (expected, expected_zeros, expected_state) = results
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)  # bfloat16 alone causes 0.01
+    assert expected[-10:].mean() < 0.8 * expected[:10].mean()  # it learned, so a lost update would show
+    assert zeros == pytest.approx(expected_zeros, abs=0.01)
+    torch.testing.assert_close(state["1.running_mean"], expected_state["1.running_mean"], rtol=0, atol=0.03)
+    assert state["1.num_batches_tracked"] == expected_state["1.num_batches_tracked"] == 50
+
+
+@GPU
+@pytest.mark.filterwarnings("ignore")  # the compiler's advice on performance
+@pytest.mark.parametrize("make", [captured_grda, captured_sgd])
+def test_captured_wide_resnets_train_as_plain_ones(make: Callable[[nn.Module], Optimizer]) -> None:
+    execution = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True)
+    work = [(interpolate(x.expand(-1, 3, -1, -1), scale_factor=4.0), y) for x, y in batches([64] * 50)]
+    results = []
+    for captures in (False, True):
+        torch.manual_seed(0)
+        model = execution.place(wide_resnet(depth=10, width=1), CUDA).train()
+        optimizer, tally = make(model), Tally(len(work), CUDA)
+        plain = PlainStep(model, optimizer, tally, execution)
+        step = make_step(model, model, optimizer, tally, execution, work, [64]) if captures else plain
+        results.append((losses(step, work), sparsity(model).fraction, model.state_dict()))
+    (expected, expected_zeros, expected_state), (found, zeros, state) = results
+    assert expected[-10:].mean() < 0.9 * expected[:10].mean()
+    torch.testing.assert_close(found[:5], expected[:5], rtol=0.02, atol=0.02)
+    assert found[-10:].mean().item() == pytest.approx(expected[-10:].mean().item(), rel=0.1)
+    assert zeros == pytest.approx(expected_zeros, abs=0.01)
+    assert state["layer2.0.bn2.num_batches_tracked"] == 50
+    name = "layer2.0.bn2.running_mean"
+    torch.testing.assert_close(state[name], expected_state[name], rtol=0, atol=0.1)
+
+
+@GPU
+@pytest.mark.parametrize("make", [captured_grda, captured_sgd])
+def test_captured_dropout_draws_anew_at_every_step_and_follows_the_seed(
+    make: Callable[[nn.Module], Optimizer],
+) -> None:
+    model = on_cuda(dropout=0.5)
+    optimizer, tally, work = make(model), Tally(5, CUDA), batches([64]) * 5
+    step = CapturedStep(model, optimizer, tally, Execution(capture=True))
+    step.prepare(*work[0], [64])
+    start = copy.deepcopy(model.state_dict())
+    set_lr(optimizer, 0.0)  # neither weights nor thresholds move
+
+    def draw(seed: int) -> list[float]:
+        model.load_state_dict(start)
+        tally.reset()
+        torch.manual_seed(seed)
+        for inputs, targets in work:
             step(inputs, targets)
-        return step.tally.losses.cpu()
+        return [round(loss, 5) for loss in tally.losses.tolist()]
 
-    @pytest.mark.filterwarnings("ignore")  # the compiler's advice on performance
-    @pytest.mark.parametrize("make", [captured_grda, captured_sgd])
-    @pytest.mark.parametrize(
-        "execution",
-        [Execution(capture=True), Execution(precision="bfloat16", channels_last=True, compile=True, capture=True)],
-        ids=["float32", "fast"],
-    )
-    def test_captured_steps_equal_plain_ones(make: Callable[[nn.Module], Optimizer], execution: Execution) -> None:
-        sizes = ([64] * 9 + [23]) * 5  # fifty steps, every tenth batch short
-        work, results = batches(sizes), []
-        for captures in (False, True):
-            model = execution.place(on_cuda(dropout=0.0), CUDA)
-            optimizer, tally = make(model), Tally(len(work), CUDA)
-            plain = PlainStep(model, optimizer, tally, execution)
-            step = make_step(model, model, optimizer, tally, execution, work, [64, 23]) if captures else plain
-            assert type(step) is (CapturedStep if captures else PlainStep)
-            found = losses(step, work)
-            results.append((found, sparsity(model).fraction, model.state_dict()))
-        (found, zeros, state), (expected, expected_zeros, expected_state) = results
-        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)  # bfloat16 alone causes 0.01
-        assert expected[-10:].mean() < 0.8 * expected[:10].mean()  # it learned, so a lost update would show
-        assert zeros == pytest.approx(expected_zeros, abs=0.01)
-        torch.testing.assert_close(state["1.running_mean"], expected_state["1.running_mean"], rtol=0, atol=0.03)
-        assert state["1.num_batches_tracked"] == expected_state["1.num_batches_tracked"] == 50
+    first = draw(1)
+    assert len(set(first)) == 5  # the five steps differ only in their dropout
+    assert draw(1) == first
+    assert draw(2) != first
 
-    @pytest.mark.filterwarnings("ignore")  # the compiler's advice on performance
-    @pytest.mark.parametrize("make", [captured_grda, captured_sgd])
-    def test_captured_wide_resnets_train_as_plain_ones(make: Callable[[nn.Module], Optimizer]) -> None:
-        execution = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True)
-        work = [(interpolate(x.expand(-1, 3, -1, -1), scale_factor=4.0), y) for x, y in batches([64] * 50)]
-        results = []
-        for captures in (False, True):
-            torch.manual_seed(0)
-            model = execution.place(wide_resnet(depth=10, width=1), CUDA).train()
-            optimizer, tally = make(model), Tally(len(work), CUDA)
-            plain = PlainStep(model, optimizer, tally, execution)
-            step = make_step(model, model, optimizer, tally, execution, work, [64]) if captures else plain
-            results.append((losses(step, work), sparsity(model).fraction, model.state_dict()))
-        (expected, expected_zeros, expected_state), (found, zeros, state) = results
-        assert expected[-10:].mean() < 0.9 * expected[:10].mean()
-        torch.testing.assert_close(found[:5], expected[:5], rtol=0.02, atol=0.02)
-        assert found[-10:].mean().item() == pytest.approx(expected[-10:].mean().item(), rel=0.1)
-        assert zeros == pytest.approx(expected_zeros, abs=0.01)
-        assert state["layer2.0.bn2.num_batches_tracked"] == 50
-        name = "layer2.0.bn2.running_mean"
-        torch.testing.assert_close(state[name], expected_state[name], rtol=0, atol=0.1)
 
-    @pytest.mark.parametrize("make", [captured_grda, captured_sgd])
-    def test_captured_dropout_draws_anew_at_every_step_and_follows_the_seed(
-        make: Callable[[nn.Module], Optimizer],
-    ) -> None:
-        model = on_cuda(dropout=0.5)
-        optimizer, tally, work = make(model), Tally(5, CUDA), batches([64]) * 5
-        step = CapturedStep(model, optimizer, tally, Execution(capture=True))
-        step.prepare(*work[0], [64])
-        start = copy.deepcopy(model.state_dict())
-        set_lr(optimizer, 0.0)  # neither weights nor thresholds move
+@GPU
+@pytest.mark.parametrize("make", [captured_grda, captured_sgd])
+@pytest.mark.parametrize("used", [False, True])
+def test_preparing_changes_nothing(make: Callable[[nn.Module], Optimizer], used: bool) -> None:
+    model = on_cuda(dropout=0.5)
+    optimizer, tally = make(model), Tally(4, CUDA)
+    work = batches([64, 23])
+    if used:
+        for batch in work:
+            PlainStep(model, optimizer, tally, Execution())(*batch)
+    state, optimizer_state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+    random = torch.cuda.get_rng_state()
+    CapturedStep(model, optimizer, tally, Execution(capture=True)).prepare(*work[0], [64, 23])
+    assert torch.equal(torch.cuda.get_rng_state(), random)
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+    assert tally.losses.tolist() == [0.0] * 4
+    if used:
+        torch.testing.assert_close(optimizer.state_dict()["state"], optimizer_state, rtol=0, atol=0)
+    else:  # what a first step would have made: accumulators at the weights, all else zero
+        for p, values in optimizer.state.items():
+            for key, value in values.items():
+                expected = p if key == "accumulator" else torch.zeros_like(value)
+                torch.testing.assert_close(value, expected.detach(), rtol=0, atol=0)
 
-        def draw(seed: int) -> list[float]:
-            model.load_state_dict(start)
-            tally.reset()
-            torch.manual_seed(seed)
-            for inputs, targets in work:
-                step(inputs, targets)
-            return [round(loss, 5) for loss in tally.losses.tolist()]
 
-        first = draw(1)
-        assert len(set(first)) == 5  # the five steps differ only in their dropout
-        assert draw(1) == first
-        assert draw(2) != first
+@GPU
+def test_training_on_a_gpu_leaves_the_callers_random_state_alone() -> None:
+    loaders = data.load("digits", batch_size=400, seed=0, device=CUDA)
+    model = on_cuda(dropout=0.5)
+    states = torch.get_rng_state(), torch.cuda.get_rng_state()
+    run(model, captured_sgd(model), Execution(capture=True), loaders)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(torch.cuda.get_rng_state(), states[1])
 
-    @pytest.mark.parametrize("make", [captured_grda, captured_sgd])
-    @pytest.mark.parametrize("used", [False, True])
-    def test_preparing_changes_nothing(make: Callable[[nn.Module], Optimizer], used: bool) -> None:
-        model = on_cuda(dropout=0.5)
-        optimizer, tally = make(model), Tally(4, CUDA)
-        work = batches([64, 23])
-        if used:
-            for batch in work:
-                PlainStep(model, optimizer, tally, Execution())(*batch)
-        state, optimizer_state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
-        random = torch.cuda.get_rng_state()
-        CapturedStep(model, optimizer, tally, Execution(capture=True)).prepare(*work[0], [64, 23])
-        assert torch.equal(torch.cuda.get_rng_state(), random)
-        torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
-        assert tally.losses.tolist() == [0.0] * 4
-        if used:
-            torch.testing.assert_close(optimizer.state_dict()["state"], optimizer_state, rtol=0, atol=0)
-        else:  # what a first step would have made: accumulators at the weights, all else zero
-            for p, values in optimizer.state.items():
-                for key, value in values.items():
-                    expected = p if key == "accumulator" else torch.zeros_like(value)
-                    torch.testing.assert_close(value, expected.detach(), rtol=0, atol=0)
 
-    def test_training_on_a_gpu_leaves_the_callers_random_state_alone() -> None:
-        loaders = data.load("digits", batch_size=400, seed=0, device=CUDA)
-        model = on_cuda(dropout=0.5)
-        states = torch.get_rng_state(), torch.cuda.get_rng_state()
-        run(model, captured_sgd(model), Execution(capture=True), loaders)
-        assert torch.equal(torch.get_rng_state(), states[0])
-        assert torch.equal(torch.cuda.get_rng_state(), states[1])
+@GPU
+@pytest.mark.filterwarnings("ignore")  # the compiler's advice on performance
+@pytest.mark.parametrize(
+    ("fast", "rel"),
+    [
+        (Execution(capture=True), 1e-4),
+        (Execution(capture=True, compile=True), 1e-4),
+        (Execution(capture=True, precision="bfloat16", channels_last=True), 1e-4),
+        (Execution(capture=True, compile=True, precision="bfloat16", channels_last=True), 0.02),
+    ],
+)
+def test_a_captured_score_is_the_plain_one_and_sees_new_weights(fast: Execution, rel: float) -> None:
+    loaders = data.load("digits", batch_size=400, seed=0, device=CUDA)
+    model = fast.place(on_cuda(dropout=0.5), CUDA)
+    plain = replace(fast, capture=False, compile=False)
+    scoring = make_scoring(model, model, fast, CUDA)
+    for _ in range(2):
+        found = evaluate(model, loaders.test, scoring=scoring)
+        expected = evaluate(model, loaders.test, execution=plain)
+        assert found.loss == pytest.approx(expected.loss, rel=rel)
+        assert found.accuracy == pytest.approx(expected.accuracy, abs=2)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
 
-    @pytest.mark.filterwarnings("ignore")  # the compiler's advice on performance
-    @pytest.mark.parametrize(
-        ("fast", "rel"),
-        [
-            (Execution(capture=True), 1e-4),
-            (Execution(capture=True, compile=True), 1e-4),
-            (Execution(capture=True, precision="bfloat16", channels_last=True), 1e-4),
-            (Execution(capture=True, compile=True, precision="bfloat16", channels_last=True), 0.02),
-        ],
-    )
-    def test_a_captured_score_is_the_plain_one_and_sees_new_weights(fast: Execution, rel: float) -> None:
-        loaders = data.load("digits", batch_size=400, seed=0, device=CUDA)
-        model = fast.place(on_cuda(dropout=0.5), CUDA)
-        plain = replace(fast, capture=False, compile=False)
-        scoring = make_scoring(model, model, fast, CUDA)
-        for _ in range(2):
-            found = evaluate(model, loaders.test, scoring=scoring)
-            expected = evaluate(model, loaders.test, execution=plain)
-            assert found.loss == pytest.approx(expected.loss, rel=rel)
-            assert found.accuracy == pytest.approx(expected.accuracy, abs=2)
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.mul_(0.5)
 
-    def test_graphs_do_not_each_keep_a_workspace() -> None:
-        a = torch.randn(256, 256, device=CUDA)
+@GPU
+def test_graphs_do_not_each_keep_a_workspace() -> None:
+    a = torch.randn(256, 256, device=CUDA)
 
-        def taken() -> int:
-            record(lambda: a @ a)
-            torch.cuda.synchronize()
-            return torch.cuda.memory_allocated()
+    def taken() -> int:
+        record(lambda: a @ a)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
 
-        taken()
-        assert taken() == taken()
+    taken()
+    assert taken() == taken()

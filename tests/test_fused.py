@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import GPU
 from test_optim import SGD_OPTIONS, assert_old_graphs_are_refused, gradients, parameters, saved_and_loaded
 from torch import nn
 
@@ -163,106 +164,115 @@ def drive_on_device(optimizer: Thresholded, params: list[nn.Parameter], steps: r
         optimizer.step()
 
 
-if torch.cuda.is_available():  # CUDA graphs need a GPU
+@GPU
+@pytest.mark.parametrize("options", SGD_OPTIONS)
+def test_a_captured_step_follows_the_schedule(options: dict[str, Any]) -> None:
+    graphed, plain_params = on_device(), on_device()
+    optimizer = GRDA(graphed, lr=0.05, c=0.05, mu=0.6, capturable=True, **options)
+    plain = GRDA(plain_params, lr=0.05, c=0.05, mu=0.6, foreach=False, fused=False, **options)
+    for p in graphed:
+        p.grad = torch.zeros_like(p)
+    inputs = [torch.zeros_like(p) for p in graphed]
+    step_both((optimizer, graphed), (plain, plain_params), range(1))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for p, static in zip(graphed, inputs, strict=True):
+            p.grad = static * 1.0  # allocated in the graph's own memory
+        optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    plain_scheduler = torch.optim.lr_scheduler.StepLR(plain, 3, gamma=0.5)
+    for step in range(1, 12):
+        for static, q, grad in zip(inputs, plain_params, gradients(step, graphed), strict=True):
+            static.copy_(grad)
+            q.grad = grad.to(DEVICE)
+        graph.replay()
+        plain.step()
+        scheduler.step()
+        plain_scheduler.step()
+    for p, q in zip(graphed, plain_params, strict=True):
+        torch.testing.assert_close(p, q)
+        torch.testing.assert_close(optimizer.state[p]["threshold"].cpu(), plain.state[q]["threshold"].cpu())
 
-    @pytest.mark.parametrize("options", SGD_OPTIONS)
-    def test_a_captured_step_follows_the_schedule(options: dict[str, Any]) -> None:
-        graphed, plain_params = on_device(), on_device()
-        optimizer = GRDA(graphed, lr=0.05, c=0.05, mu=0.6, capturable=True, **options)
-        plain = GRDA(plain_params, lr=0.05, c=0.05, mu=0.6, foreach=False, fused=False, **options)
-        for p in graphed:
-            p.grad = torch.zeros_like(p)
-        inputs = [torch.zeros_like(p) for p in graphed]
-        step_both((optimizer, graphed), (plain, plain_params), range(1))
+
+@GPU
+def test_the_default_on_cuda_is_one_launch_without_synchronisation() -> None:
+    params = on_device()
+    optimizer = GRDA(params, c=0.05)
+    drive_on_device(optimizer, params, range(2))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    launched = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [name for name in launched if "memcpy" not in name.lower()]
+    assert len(kernels) == 1, kernels
+    assert "grda" in kernels[0]
+
+
+@GPU
+def test_a_rate_on_the_host_and_a_group_on_two_devices() -> None:
+    params = [nn.Parameter(torch.ones(3, device=device)) for device in ("cuda", "cpu")]
+    optimizer = GRDA(params, lr=torch.tensor(0.1), c=0.1)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    torch.testing.assert_close(params[0].cpu(), params[1])
+
+
+@GPU
+def test_two_graphs_of_two_dtypes_take_turns() -> None:
+    def make() -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(0)
+        kinds = (torch.float32, torch.bfloat16)
+        return [nn.Parameter(torch.randn(5, generator=generator).to("cuda", dtype)) for dtype in kinds]
+
+    graphed, plain_params = make(), make()
+    optimizer = GRDA(graphed, c=0.05, capturable=True)
+    plain = GRDA(plain_params, c=0.05, foreach=False, fused=False)
+    step_both((optimizer, graphed), (plain, plain_params), range(1))
+    inputs = [torch.zeros_like(p) for p in graphed]
+    graphs = []
+    for _ in range(2):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for p, static in zip(graphed, inputs, strict=True):
-                p.grad = static * 1.0  # allocated in the graph's own memory
+                p.grad = static * 1.0
             optimizer.step()
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
-        plain_scheduler = torch.optim.lr_scheduler.StepLR(plain, 3, gamma=0.5)
-        for step in range(1, 12):
-            for static, q, grad in zip(inputs, plain_params, gradients(step, graphed), strict=True):
-                static.copy_(grad)
-                q.grad = grad.to(DEVICE)
-            graph.replay()
-            plain.step()
-            scheduler.step()
-            plain_scheduler.step()
-        for p, q in zip(graphed, plain_params, strict=True):
-            torch.testing.assert_close(p, q)
-            torch.testing.assert_close(optimizer.state[p]["threshold"].cpu(), plain.state[q]["threshold"].cpu())
+        graphs.append(graph)
+    for step in range(1, 9):
+        for static, q, grad in zip(inputs, plain_params, gradients(step, graphed), strict=True):
+            static.copy_(grad)
+            q.grad = grad.to(DEVICE)
+        graphs[step % 2].replay()
+        plain.step()
+        if step == 5:  # the graphs must use the loaded state
+            optimizer.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    for p, q in zip(graphed, plain_params, strict=True):
+        torch.testing.assert_close(p, q)
+        assert float(optimizer.state[p]["step"]) == 9
 
-    def test_the_default_on_cuda_is_one_launch_without_synchronisation() -> None:
-        params = on_device()
-        optimizer = GRDA(params, c=0.05)
-        drive_on_device(optimizer, params, range(2))
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        launched = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        kernels = [name for name in launched if "memcpy" not in name.lower()]
-        assert len(kernels) == 1, kernels
-        assert "grda" in kernels[0]
 
-    def test_a_rate_on_the_host_and_a_group_on_two_devices() -> None:
-        params = [nn.Parameter(torch.ones(3, device=device)) for device in ("cuda", "cpu")]
-        optimizer = GRDA(params, lr=torch.tensor(0.1), c=0.1)
-        for _ in range(3):
-            for p in params:
-                p.grad = torch.ones_like(p)
-            optimizer.step()
-        torch.testing.assert_close(params[0].cpu(), params[1])
+@GPU
+def test_capturing_without_capturable_is_refused() -> None:
+    params = on_device()
+    optimizer = GRDA(params, c=0.05)
+    drive_on_device(optimizer, params, range(1))
+    with pytest.raises(RuntimeError, match="capturable=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
 
-    def test_two_graphs_of_two_dtypes_take_turns() -> None:
-        def make() -> list[nn.Parameter]:
-            generator = torch.Generator().manual_seed(0)
-            kinds = (torch.float32, torch.bfloat16)
-            return [nn.Parameter(torch.randn(5, generator=generator).to("cuda", dtype)) for dtype in kinds]
 
-        graphed, plain_params = make(), make()
-        optimizer = GRDA(graphed, c=0.05, capturable=True)
-        plain = GRDA(plain_params, c=0.05, foreach=False, fused=False)
-        step_both((optimizer, graphed), (plain, plain_params), range(1))
-        inputs = [torch.zeros_like(p) for p in graphed]
-        graphs = []
-        for _ in range(2):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for p, static in zip(graphed, inputs, strict=True):
-                    p.grad = static * 1.0
-                optimizer.step()
-            graphs.append(graph)
-        for step in range(1, 9):
-            for static, q, grad in zip(inputs, plain_params, gradients(step, graphed), strict=True):
-                static.copy_(grad)
-                q.grad = grad.to(DEVICE)
-            graphs[step % 2].replay()
-            plain.step()
-            if step == 5:  # the graphs must use the loaded state
-                optimizer.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-        for p, q in zip(graphed, plain_params, strict=True):
-            torch.testing.assert_close(p, q)
-            assert float(optimizer.state[p]["step"]) == 9
-
-    def test_capturing_without_capturable_is_refused() -> None:
-        params = on_device()
-        optimizer = GRDA(params, c=0.05)
-        drive_on_device(optimizer, params, range(1))
-        with pytest.raises(RuntimeError, match="capturable=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            optimizer.step()
-
-    def test_capturing_before_any_step_is_refused() -> None:
-        params = on_device()
-        optimizer = GRDA(params, c=0.05, capturable=True, fused=True)
-        for p in params:
-            p.grad = torch.zeros_like(p)
-        with pytest.raises(RuntimeError, match="outside the CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            optimizer.step()
+@GPU
+def test_capturing_before_any_step_is_refused() -> None:
+    params = on_device()
+    optimizer = GRDA(params, c=0.05, capturable=True, fused=True)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(RuntimeError, match="outside the CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("path", FUSED)

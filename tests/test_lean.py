@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import GPU
 from torch import nn
 
 from dirprune import GRDA
@@ -91,17 +92,16 @@ def test_weights_of_another_precision_stay_as_they_are_and_old_gradients_go() ->
         assert model.weight.grad is None
 
 
-if torch.cuda.is_available():
-
-    def test_captured_lean_steps_train_as_plain_ones(tmp_path: Path) -> None:
-        fast = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True)
-        found = []
-        for name, execution in (("plain", fast), ("lean", replace(fast, lean=True))):
-            recipe = replace(recipes.get("digits"), epochs=6, cuda=execution, keep=(6,))
-            made = runs.create(tmp_path / name, recipe)
-            list(conduct(made, Surroundings(torch.device("cuda"))))
-            found.append(made.records()[-1])
-            assert {w.dtype for w in runs.weights_of(made, 6)[1].values() if w.is_floating_point()} == {torch.float32}
-        plain, slim = found
-        assert slim.sparsity == pytest.approx(plain.sparsity, abs=0.01)
-        assert slim.train_loss == pytest.approx(plain.train_loss, rel=0.2)
+@GPU
+def test_captured_lean_steps_train_as_plain_ones(tmp_path: Path) -> None:
+    fast = Execution(precision="bfloat16", channels_last=True, compile=True, capture=True)
+    found = []
+    for name, execution in (("plain", fast), ("lean", replace(fast, lean=True))):
+        recipe = replace(recipes.get("digits"), epochs=6, cuda=execution, keep=(6,))
+        made = runs.create(tmp_path / name, recipe)
+        list(conduct(made, Surroundings(torch.device("cuda"))))
+        found.append(made.records()[-1])
+        assert {w.dtype for w in runs.weights_of(made, 6)[1].values() if w.is_floating_point()} == {torch.float32}
+    plain, slim = found
+    assert slim.sparsity == pytest.approx(plain.sparsity, abs=0.01)
+    assert slim.train_loss == pytest.approx(plain.train_loss, rel=0.2)
