@@ -26,8 +26,10 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(layer: Layer, given: Image, made: Image, kernels: tuple[Kernel, ...], lanes: int) -> Choice:
-    """Return the kernel with the fewest cycles for a convolution."""
+def choose(
+    layer: Layer, positions: Array, given: Image, made: Image, kernels: tuple[Kernel, ...], lanes: int
+) -> Choice:
+    """Return the kernel with the fewest cycles for a convolution; ``positions`` are those of its weights."""
     assert layer.window is not None
     assert layer.weight is not None
     fits = [
@@ -38,7 +40,7 @@ def choose(layer: Layer, given: Image, made: Image, kernels: tuple[Kernel, ...],
         and kernel.stride in (0, layer.window.stride.x)
     ]
     special = [kernel for kernel in fits if kernel.stride]
-    unions = _Unions(layer)
+    unions = _Unions(layer, positions)
     options = [_cost(layer, given, made, kernel, lanes, unions) for kernel in special or fits]
     best = {dense: min((o for o in options if o.kernel.dense == dense), key=lambda o: o.cycles) for dense in (0, 1)}
     sparse, dense = best[0], best[1]
@@ -51,11 +53,11 @@ def choose(layer: Layer, given: Image, made: Image, kernels: tuple[Kernel, ...],
 class _Unions:
     """How many positions a group of neighbouring output channels uses, added up over the groups."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, positions: Array) -> None:
         assert layer.weight is not None
         self.out = layer.weight.shape[0]
         self.row = int(np.prod(layer.weight.shape[1:]))
-        self.positions = layer.weight.entries()[0] if layer.weight.density > 0.1 else None
+        self.positions = positions if layer.weight.density > 0.1 else None
         self.known: dict[int, int] = {1: layer.weight.nonzero}
 
     def size(self, group: int) -> int:

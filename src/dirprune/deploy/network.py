@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -85,7 +86,7 @@ class Weight:
         """Return the number of elements, zeros included."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nonzero(self) -> int:
         """Return how many elements are not zero."""
         return int(np.count_nonzero(self.packed.values.view(np.float32)))
@@ -99,7 +100,7 @@ class Weight:
         """Return the positions of the elements that are not zero, in order, and their values."""
         values = self.packed.values.view(np.float32)
         positions = self.packed.positions().astype(np.uint32)
-        if np.count_nonzero(values) == len(values):
+        if self.nonzero == len(values):
             return positions, values
         kept = np.flatnonzero(values)
         return positions[kept], values[kept]

@@ -200,7 +200,8 @@ def _conv(builder: _Builder, layer: Layer, move: Move) -> Step:
     assert made is not None
     assert layer.weight is not None
     assert layer.window is not None
-    choice = choose(layer, given, made, library.kernels, library.lanes)
+    positions, values = layer.weight.entries()
+    choice = choose(layer, positions, given, made, library.kernels, library.lanes)
     out, channels, *_ = layer.weight.shape
     total, blocks = given.shape[0], choice.blocks
     block = -(-total // blocks)
@@ -209,7 +210,6 @@ def _conv(builder: _Builder, layer: Layer, move: Move) -> Step:
         out, channels, *layer.window.size, layer.groups, block, -(-total // block), choice.kernel.group,
         choice.kernel.dense, builder.threads, planes.channel, given.pitch * library.lanes * 4,
     )  # fmt: skip
-    positions, values = layer.weight.entries()
     parts = _split(np.bincount(positions // (layer.weight.size // out), minlength=out), choice.kernel.group, builder)
     offsets, streamed, starts, ids = library.conv_streams(conv, positions, values, parts)
     step = builder.step("conv", layer, out)

@@ -16,9 +16,10 @@ static vf picked(const step_t *s, const float *x, int slice) {
   const int n = s->starts[slice + 1] - s->starts[slice];
 #define PICK(R, K)                                                                                                   \
   UNROLL for (int q = 0; q < QUADS; q++) {                                                                           \
-    const uint16_t *at = c + (int64_t)(K) * LANES + 4 * q;                                                           \
+    uint64_t at;                                                                                                     \
+    memcpy(&at, c + (int64_t)(K) * LANES + 4 * q, sizeof at);                                                        \
     sum[R][q] += *(const quad *)(w + (int64_t)(K) * LANES + 4 * q)                                                   \
-                 * (quad){AT(x + at[0]), AT(x + at[1]), AT(x + at[2]), AT(x + at[3])};                               \
+                 * (quad){AT(x + (at & 65535)), AT(x + (at >> 16 & 65535)), AT(x + (at >> 32 & 65535)), AT(x + (at >> 48))}; \
   }
   int k = 0;
   for (; k + ROUNDS <= n; k += ROUNDS) UNROLL for (int r = 0; r < ROUNDS; r++) PICK(r, k + r)

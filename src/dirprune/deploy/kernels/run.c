@@ -27,8 +27,12 @@ typedef struct {
   pthread_t *thread;
   pthread_mutex_t lock;
   pthread_cond_t wake;
-  atomic_int turn, done, sleeping, arrived;
-  const job_t *job;
+  atomic_int turn, done;
+  atomic_llong ticket, open, finished;  // parts of work that were taken, that may be taken, and that are done
+  const job_t *job;                     // the rest is written by whoever opens parts, and read by those who took one
+  int64_t base, chunk;                  // the first of the open parts; which chunk is shared, -1: each part is a chunk
+  int step;
+  double began;
 } pool_t;
 typedef struct { pool_t *pool; int me; } seat_t;
 
@@ -57,58 +61,65 @@ static double now(void) {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
-static void steps(pool_t *pool, const job_t *job, const call_t *call, int me, int part, int end, int *meetings) {
+
+// Run the parts [part, end) of step i.
+static void step(const job_t *job, int i, const call_t *call, int part, int end) {
 #ifdef CHECKED
   lowest = call->arena, highest = call->arena + job->bytes;
 #endif
-  for (int i = 0; i < job->count; i++) {
+  runs[job->steps[i].kind](&job->steps[i], call, part, end);
+  if (job->steps[i].moves) frame(&job->steps[i], call, part, end);
+}
+
+// As many chunks as divide among the threads are taken whole, each in the arena of the thread that takes it. The rest
+// are shared step by step: a step has a part for each thread, but whoever is free takes the next one, so that a thread
+// which the system keeps from running holds up nobody. A part is only taken when it can begin at once.
+static int64_t chunks(const job_t *job) { return (job->items + job->chunk - 1) / job->chunk; }
+static int64_t whole(const pool_t *pool) { return chunks(pool->job) - chunks(pool->job) % pool->threads; }
+static void work(const pool_t *pool, int me, int part) {
+  const job_t *job = pool->job;
+  const int alone = pool->chunk < 0;
+  const int64_t first = (alone ? part : pool->chunk) * job->chunk, left = job->items - first;
+  const call_t call = {job->arena + (alone ? me * job->bytes : 0), job->inputs, job->outputs, first,
+                       (int32_t)(left < job->chunk ? left : job->chunk), job->vectors};
+  if (!alone) step(job, pool->step, &call, part, part + 1);
+  else for (int i = 0; i < job->count; i++) {
     const double began = job->seconds && me == 0 ? now() : 0;
-    runs[job->steps[i].kind](&job->steps[i], call, part, end);
-    if (job->steps[i].moves) frame(&job->steps[i], call, part, end);
-    if (meetings) {  // the threads share this step: none goes on before all have done their part
-      atomic_fetch_add(&pool->arrived, 1);
-      ++*meetings;
-      for (int spins = 0; atomic_load(&pool->arrived) < *meetings * pool->threads;) relax(&spins);
-    }
+    step(job, i, &call, 0, pool->threads);
     if (job->seconds && me == 0) job->seconds[i] += now() - began;
   }
 }
-
-// As many rounds as there are, each thread takes a chunk of its own; the rest is shared step by step.
-static void work(pool_t *pool, const job_t *job, int me) {
-  const int64_t chunks = (job->items + job->chunk - 1) / job->chunk, alone = chunks - chunks % pool->threads;
-  int meetings = 0;
-  for (int64_t c = 0; c < chunks; c++) {
-    const int64_t first = c * job->chunk, left = job->items - first;
-    call_t call = {job->arena, job->inputs, job->outputs, first, (int32_t)(left < job->chunk ? left : job->chunk), job->vectors};
-    if (c >= alone) {
-      const int together = pool->threads > 1;
-      steps(pool, job, &call, me, me, me + 1, together ? &meetings : NULL);
-    } else if (c % pool->threads == me) {
-      call.arena += me * job->bytes;
-      steps(pool, job, &call, me, 0, pool->threads, NULL);
-    }
-    if (c + 1 == alone && alone < chunks) {  // the arena of the first thread is free when it has finished
-      atomic_fetch_add(&pool->arrived, 1);
-      meetings++;
-      for (int spins = 0; atomic_load(&pool->arrived) < meetings * pool->threads;) relax(&spins);
-    }
+static void advance(pool_t *pool) {  // all open parts are done: open the next step's, or end the job
+  if (pool->chunk < 0) pool->chunk = whole(pool);
+  else {
+    if (pool->job->seconds) pool->job->seconds[pool->step] += now() - pool->began;
+    if (++pool->step == pool->job->count) pool->step = 0, pool->chunk++;
   }
+  pool->began = pool->job->seconds ? now() : 0;
+  pool->base = atomic_load(&pool->open);
+  if (pool->chunk == chunks(pool->job)) atomic_store(&pool->done, 1);
+  else atomic_store(&pool->open, pool->base + pool->threads);
+}
+static int claim(pool_t *pool, int me) {  // do a part, if one is open
+  long long ticket = atomic_load(&pool->ticket);
+  if (ticket >= atomic_load(&pool->open) || !atomic_compare_exchange_strong(&pool->ticket, &ticket, ticket + 1)) return 0;
+  work(pool, me, (int)(ticket - pool->base));
+  if (atomic_fetch_add(&pool->finished, 1) + 1 == atomic_load(&pool->open)) advance(pool);
+  return 1;
 }
 static void *worker(void *seat) {
   pool_t *pool = ((seat_t *)seat)->pool;
   const int me = ((seat_t *)seat)->me;
   free(seat);
-  for (int seen = 0;; seen++) {
-    for (int spins = 0; atomic_load(&pool->turn) == seen && spins < 4000;) relax(&spins);
-    if (atomic_load(&pool->turn) == seen) {
-      pthread_mutex_lock(&pool->lock);
-      while (atomic_load(&pool->turn) == seen) pthread_cond_wait(&pool->wake, &pool->lock);
-      pthread_mutex_unlock(&pool->lock);
-    }
+  for (int seen = 0;;) {
+    for (int spins = 0; atomic_load(&pool->turn) == seen && (!atomic_load(&pool->done) || spins < 4000);)
+      if (claim(pool, me)) spins = 0;
+      else relax(&spins);
+    pthread_mutex_lock(&pool->lock);
+    while (atomic_load(&pool->turn) == seen) pthread_cond_wait(&pool->wake, &pool->lock);
+    pthread_mutex_unlock(&pool->lock);
     if (pool->stop) return NULL;
-    work(pool, pool->job, me);
-    atomic_fetch_add(&pool->done, 1);
+    seen = atomic_load(&pool->turn);
   }
 }
 static void next_turn(pool_t *pool) {
@@ -121,6 +132,8 @@ static int start(pool_t *pool) {
   pthread_mutex_init(&pool->lock, NULL);
   pthread_cond_init(&pool->wake, NULL);
   atomic_store(&pool->turn, 0);
+  atomic_store(&pool->done, 1);
+  atomic_store(&pool->ticket, 0), atomic_store(&pool->open, 0), atomic_store(&pool->finished, 0);
   pool->process = getpid();
   for (int t = 1; t < pool->threads; t++) {
     seat_t *seat = malloc(sizeof *seat);
@@ -159,11 +172,15 @@ pool_t *pool_open(int threads) {
 int run(pool_t *pool, const job_t *job) {
   if (pool->process != getpid()) start(pool);
   pool->job = job;
+  const int64_t alone = whole(pool);
+  pool->chunk = alone ? -1 : 0, pool->step = 0, pool->began = job->seconds ? now() : 0;
+  pool->base = atomic_load(&pool->open);
   atomic_store(&pool->done, 0);
-  atomic_store(&pool->arrived, 0);
+  atomic_store(&pool->open, pool->base + (alone ? alone : pool->threads));
   if (pool->threads > 1) next_turn(pool);
-  work(pool, job, 0);
-  for (int spins = 0; atomic_load(&pool->done) < pool->threads - 1;) relax(&spins);
+  for (int spins = 0; !atomic_load(&pool->done);)
+    if (claim(pool, 0)) spins = 0;
+    else relax(&spins);
 #ifdef CHECKED
   return atomic_exchange(&outside, 0);
 #else
