@@ -88,10 +88,12 @@ static int linear(void *pool, int rows, int dense) {
   enum { F = 83 };
   const int64_t n = sparse(O * F);
   row_streams(O, F, dense, positions, weights, n, offsets, values, starts, ids);
+  float *sorted = room(sizeof(float) * (O + LANES));
+  for (int i = 0; i < (O + LANES - 1) / LANES * LANES; i++) sorted[i] = ids[i] < 0 ? 0 : bias[ids[i]];
   const int32_t features[] = {0, F}, out[] = {0, O}, slices[] = {0, (O + LANES - 1) / LANES};
   const planes_t in = {.base = 0, .channels = F}, made = {.base = F, .channels = O};
   const step_t s[] = {{.kind = GATHER, .out = in, .channel_of = features},
-                      {.kind = LINEAR, .dense = dense, .in = in, .out = made, .offsets = offsets, .values = values, .bias = bias,
+                      {.kind = LINEAR, .dense = dense, .in = in, .out = made, .offsets = offsets, .values = values, .bias = sorted,
                        .starts = starts, .ids = ids, .group_of = slices, .channel_of = out},
                       {.kind = SCATTER, .in = made, .channel_of = out}};
   float *x = room(sizeof(float) * rows * F), *y = room(sizeof(float) * rows * O);

@@ -158,8 +158,12 @@ class Library:
 
 def address(array: Array) -> int:
     """Return where an array's data begins; the caller keeps the array alive."""
-    where: int = array.__array_interface__["data"][0]
-    return where
+    try:
+        buffer: Any = array
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # quicker than the other way
+    except (TypeError, ValueError):  # an array that is empty, or not to be written
+        where: int = array.__array_interface__["data"][0]
+        return where
 
 
 def pointer(array: Array | None) -> c_void_p | None:

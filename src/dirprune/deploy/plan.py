@@ -58,10 +58,9 @@ class Program:
     outputs: list[int]
     kept: list[Array] = field(repr=False, default_factory=list)
 
-    @property
-    def address(self) -> int:
-        """Where the steps begin."""
-        return ctypes.addressof(self.steps)
+    def __post_init__(self) -> None:
+        self.address = ctypes.addressof(self.steps)
+        self.given, self.made = (ctypes.c_void_p * len(those) for those in (self.inputs, self.outputs))
 
     @property
     def nbytes(self) -> int:
@@ -335,7 +334,9 @@ def _linear(builder: _Builder, layer: Layer) -> Step:
     step = builder.step("linear", layer, out)
     step.offsets, step.values = builder.keep(offsets), builder.keep(streamed)
     step.starts, step.ids, step.dense = builder.keep(starts), builder.keep(ids), dense
-    step.bias = builder.keep(layer.bias if layer.bias is not None else np.zeros(out, np.float32))
+    bias = aligned(len(ids))  # in the order of the slices
+    bias[:] = 0 if layer.bias is None else layer.bias[ids]
+    step.bias = builder.keep(bias)
     parts = np.searchsorted(starts, starts[-1] * np.arange(builder.threads + 1) / builder.threads)
     parts[0], parts[-1] = 0, len(starts) - 1
     step.group_of = builder.keep(parts.astype(np.int32))

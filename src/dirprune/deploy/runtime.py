@@ -153,8 +153,8 @@ class Runtime:
             self._room = size * self.threads
             self._arena = aligned(self._room // 4)
             self._start = address(self._arena)
-        inputs = (ctypes.c_void_p * len(program.inputs))(*(address(values[n]) for n in program.inputs))
-        outputs = (ctypes.c_void_p * len(program.outputs))(*(address(made[n]) for n in program.outputs))
+        inputs = program.given(*[address(values[n]) for n in program.inputs])
+        outputs = program.made(*[address(made[n]) for n in program.outputs])
         job = Job(
             program.address, self._start, ctypes.addressof(inputs), ctypes.addressof(outputs),
             None if seconds is None else address(seconds), size, items, len(program.told), chunk, vectors,

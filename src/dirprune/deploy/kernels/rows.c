@@ -37,18 +37,19 @@ static vf summed(const step_t *s, const float *x, int slice) {  // the same of a
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// One row. `ids` has -1 for what fills the last slice.
+// One row. `ids` has -1 for what fills the last slice; biases are in the slices' order.
 static void one_row(const step_t *s, const call_t *call, int first, int last) {
   const float *x = (const float *)at(&s->in, call), *other = (const float *)at(&s->other, call);
   float *y = (float *)at(&s->out, call);
   for (int slice = first; slice < last; slice++) {
     const int32_t *id = s->ids + slice * LANES;
-    vf extra = {0};
-    for (int l = 0; l < LANES; l++)
-      if (id[l] >= 0) extra[l] = s->bias[id[l]] + (s->residual ? AT(other + id[l]) : 0);
-    const vf v = activate(s, (s->dense ? summed(s, x, slice) : picked(s, x, slice)) + extra);
-    for (int l = 0; l < LANES; l++)
-      if (id[l] >= 0) AT(y + id[l]) = v[l];
+    vf v = (s->dense ? summed(s, x, slice) : picked(s, x, slice)) + *(const vf *)(s->bias + slice * LANES);
+    if (s->residual)
+      for (int l = 0; l < LANES; l++)
+        if (id[l] >= 0) v[l] += AT(other + id[l]);
+    v = activate(s, v);
+    if (id[LANES - 1] >= 0) UNROLL for (int l = 0; l < LANES; l++) AT(y + id[l]) = v[l];
+    else for (int l = 0; l < LANES && id[l] >= 0; l++) AT(y + id[l]) = v[l];
   }
 }
 
@@ -67,7 +68,7 @@ static void one_row(const step_t *s, const call_t *call, int first, int last) {
           const int32_t *id = s->ids + slice * LANES + lane;                                                         \
           vf sum[G][T];                                                                                              \
           UNROLL for (int g = 0; g < G; g++) UNROLL for (int i = 0; i < T; i++) {                                    \
-            sum[g][i] = (vf){0} + (id[g] < 0 ? 0 : s->bias[id[g]]);                                                  \
+            sum[g][i] = (vf){0} + s->bias[slice * LANES + lane + g];                                                 \
             if (s->residual && id[g] >= 0) sum[g][i] += LOAD(other + id[g] * feature + i * VB);                      \
           }                                                                                                          \
           const int64_t end = (int64_t)s->starts[slice + 1] * LANES;                                                 \
