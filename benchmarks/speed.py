@@ -19,7 +19,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -152,13 +153,7 @@ def left(file: Path) -> tuple[float, int, float]:
 
 def installed() -> str:
     """Return the runtimes that are compared, with their versions."""
-    found = {}
-    for name in PEERS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return ", ".join(f"{name} {number}" for name, number in found.items())
+    return ", ".join(f"{name} {version(name)}" for name in PEERS if find_spec(name))
 
 
 def measured(name: str, file: Path, batch: int, threads: int, runtimes: list[str], seconds: float) -> list[Row]:
@@ -195,7 +190,9 @@ def main() -> None:
             file = made(name, Path(folder))
             for threads in map(int, args.threads.split(",")):
                 for batch in map(int, args.batch.split(",")):
-                    print(f"{name}, batch {batch}, {threads} thread{'s' * (threads > 1)}: ms, 95%, fastest, ratio to ours")
+                    print(
+                        f"{name}, batch {batch}, {threads} thread{'s' * (threads > 1)}: ms, 95%, fastest, ratio to ours"
+                    )
                     rows = measured(name, file, batch, threads, runtimes, args.seconds)
                     if args.out:
                         key = ["network", "batch", "threads", "runtime", "hardware"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -268,6 +269,39 @@ def test_two_threads_of_python_may_share_a_runtime(everything: nn.Module) -> Non
     with ThreadPoolExecutor(4) as pool:
         for found, want in zip(pool.map(lambda x: runtime(x)[0], xs), wanted, strict=True):
             np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pins threads as Linux does")
+def test_a_thread_that_does_not_run_holds_up_nobody() -> None:
+    code = """if True:
+        import os, sys, time
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # the threads and the spinning process share one CPU
+        from dirprune.deploy.network import Layer, Network, Value, Weight
+        from dirprune.deploy import Runtime
+        from dirprune.deploy.packing import pack
+        import numpy as np
+        weight = Weight((8, 8), pack(np.ones(64, np.float32).view(np.uint32)))
+        value = Value((8,), False)
+        layers = tuple(Layer("linear", "", (i,), value, weight=weight) for i in range(400))
+        best = {}
+        for threads in (1, 2):
+            runtime = Runtime(Network((value,), layers, (400,)), threads=threads)
+            took = []
+            for _ in range(7):
+                began = time.perf_counter()
+                runtime(np.ones((1, 8), np.float32))
+                took.append(time.perf_counter() - began)
+            best[threads] = sorted(took)[2]
+        sys.exit(best[2] > 3 * best[1] + 0.3)  # to wait for a turn of the CPU at each layer would take a second
+    """
+    spinning = subprocess.Popen(
+        [sys.executable, "-c", "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"]
+    )
+    try:
+        subprocess.run([sys.executable, "-c", code], check=True)
+    finally:
+        spinning.kill()
+        spinning.wait()
 
 
 def test_without_a_compiler_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
