@@ -46,18 +46,18 @@ def test_a_row_tells_network_machine_and_command(tmp_path: Path, monkeypatch: py
             yield study.Latency(name, batch, threads, 2 * factor, 4 * factor, factor, 500 / factor, factor, 10)
 
     out = tmp_path / "speed.csv"
-    monkeypatch.setitem(benchmark.NETWORKS, "small", lambda: benchmark.gpt(1, 0.1))
     monkeypatch.setattr(study, "speed", turns)
-    monkeypatch.setattr("sys.argv", ["speed.py", "small", "--batch", "1,16", "--runtimes", "torch", "--out", str(out)])
+    monkeypatch.setattr(
+        "sys.argv", ["speed.py", "resnet18-cifar10", "--batch", "1,16", "--runtimes", "torch", "--out", str(out)]
+    )
     benchmark.main()
     benchmark.main()  # replaces the rows of the same machine
     rows = read_rows(out, benchmark.Row)
     assert [(row.runtime, row.batch, row.times_ours) for row in rows] == [
         (OURS, 1, 1), ("torch", 1, 3), (OURS, 16, 1), ("torch", 16, 3)
     ]  # fmt: skip
-    assert rows[0].multiplications == 3 * 1024**2
-    assert rows[0].multiplications_left == pytest.approx(0.1, abs=0.01)
-    assert rows[0].command == f"python speed.py small --batch 1,16 --runtimes torch --out {out}"
+    assert rows[0].weights_left == pytest.approx(0.05, abs=1e-3)
+    assert rows[0].command == f"python speed.py resnet18-cifar10 --batch 1,16 --runtimes torch --out {out}"
     assert f"torch {torch.__version__}" in rows[0].versions
 
 
