@@ -176,16 +176,22 @@ def test_every_command_named_exists(page: Path) -> None:
         assert not unknown, f"{name(page)}: `dirprune {verb}` has no {', '.join(sorted(unknown))}"
 
 
-def listed_in_the_reference() -> set[str]:
-    """Return the words of the first cell of each row of a table in the reference that stand between backticks."""
-    cells = re.findall(r"^\| *(`.+?) *\|", REFERENCE.read_text(), re.MULTILINE)
-    return {span for cell in cells for span in re.findall(r"`([^`]+)`", cell)}
+def section(page: Path, head: str) -> str:
+    """Return the text under a heading, up to the next one of its rank or above."""
+    rank = len(head) - len(head.lstrip("#"))
+    _, _, body = page.read_text().partition(f"\n{head}\n")
+    return re.split(rf"^#{{1,{rank}}} ", body, maxsplit=1, flags=re.MULTILINE)[0]
 
 
-def test_the_reference_lists_every_command_and_every_public_name() -> None:
-    listed = listed_in_the_reference()
-    assert {f"dirprune {verb}" for verb in verbs()} == {" ".join(row.split()[:2]) for row in listed if " " in row}
-    assert {word for word in listed if " " not in word} == {*dirprune.__all__, *dirprune.deploy.__all__}
+def words_in_code(text: str) -> set[str]:
+    return set(re.findall(r"`(\w+)`", text))
+
+
+def test_the_reference_lists_every_public_name_and_every_command() -> None:
+    public = {*dirprune.__all__, *dirprune.deploy.__all__}
+    assert public <= words_in_code(section(REFERENCE, "## Names"))
+    commands_listed, *_ = section(REFERENCE, "## Commands").partition("Results go to stdout")
+    assert words_in_code(commands_listed) == set(verbs())
 
 
 @pytest.mark.parametrize("verb", sorted(verbs()))
