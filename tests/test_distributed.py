@@ -19,15 +19,22 @@ from torch.distributed.tensor import Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dirprune import GRDA, macs
+from dirprune import GRDA, AdamGRDA, macs, prunable_groups
 from dirprune.deploy import keep_zeros, load_sparse, save_sparse
+from dirprune.optim.base import Thresholded
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed's own warnings
 OPTIONS: dict[str, Any] = {"lr": 0.1, "c": 0.02, "mu": 0.6, "momentum": 0.9}
 
 
 TARGET: dict[str, Any] = {"lr": 0.1, "target": 0.7, "steps": 12, "momentum": 0.9}
+ADAM: dict[str, Any] = {"lr": 0.05, "c": 0.3, "mu": 0.6, "power": 0.5}
+ADAM_TARGET: dict[str, Any] = {"lr": 0.05, "target": 0.7, "steps": 12, "power": 0.5, "prune_until": 0.5, "fix_at": 0.8}
 WANTED = round(0.7 * (42 + 7 + 21 + 3))
+
+
+def optimizer_of(model: nn.Module, options: dict[str, Any]) -> Thresholded:
+    return AdamGRDA(model.parameters(), **options) if "power" in options else GRDA(model.parameters(), **options)
 
 
 def network() -> nn.Sequential:
@@ -46,9 +53,9 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, rank: int = 0, w
         optimizer.step()
 
 
-def alone(steps: int, options: dict[str, Any] = OPTIONS) -> tuple[nn.Module, GRDA]:
+def alone(steps: int, options: dict[str, Any] = OPTIONS) -> tuple[nn.Module, Thresholded]:
     model = network()
-    optimizer = GRDA(model.parameters(), **options)
+    optimizer = optimizer_of(model, options)
     train(model, optimizer, range(steps))
     return model, optimizer
 
@@ -61,13 +68,13 @@ def assert_equals_alone(model: nn.Module, steps: int, options: dict[str, Any] = 
         assert (full == 0).sum() == (expected[name.removeprefix("module.")] == 0).sum()
 
 
-def sharded(options: dict[str, Any] = OPTIONS) -> tuple[nn.Module, GRDA]:
+def sharded(options: dict[str, Any] = OPTIONS) -> tuple[nn.Module, Thresholded]:
     model = network()
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
     fully_shard(model)
-    return model, GRDA(model.parameters(), **options)
+    return model, optimizer_of(model, options)
 
 
 def gather_gradients(optimizer: Optimizer, *_: Any) -> None:
@@ -100,11 +107,32 @@ def train_sparse(rank: int, folder: Path) -> None:
 
 
 def run_ddp(rank: int, folder: Path) -> None:
-    model = DistributedDataParallel(network())
-    optimizer = GRDA(model.parameters(), **OPTIONS)
-    train(model, optimizer, range(12), rank, 2)
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns of torch's own deprecated parts
+
+    for options in (OPTIONS, ADAM):
+        model = DistributedDataParallel(network())
+        train(model, optimizer_of(model, options), range(12), rank, 2)
+        assert_equals_alone(model, 12, options)
+    model = DistributedDataParallel(network())  # every process steps a part of the parameters
+    groups = prunable_groups(model.module, exempt=(), named=False)
+    train(model, ZeroRedundancyOptimizer(groups, optimizer_class=GRDA, **OPTIONS), range(12), rank, 2)
     assert_equals_alone(model, 12)
     train_sparse(rank, folder)  # in the same two processes, which take seconds to start
+
+
+def skip_what_one_process_sees(rank: int, options: dict[str, Any]) -> None:
+    """A gradient that is not finite in one process's shard skips the step in all of them."""
+    model, optimizer = sharded({**options, "skip_nonfinite": True})
+    train(model, optimizer, range(2), rank, 2)
+    before = [p.to_local().clone() for p in model.parameters()]
+    model(batch(2)[rank::2]).square().mean().backward()
+    if rank:
+        next(model.parameters()).grad.to_local()[0] = float("nan")
+    optimizer.step()
+    assert all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), before, strict=True))
+    assert optimizer.skipped() == 1
+    train(model, optimizer, range(2, 12), rank, 2)
+    assert_equals_alone(model, 12, options)
 
 
 def run_fsdp(rank: int, folder: Path) -> None:
@@ -118,23 +146,26 @@ def run_fsdp(rank: int, folder: Path) -> None:
     assert_equals_alone(model, 12)
     with pytest.raises(ValueError, match="not sharded as the parameter is"):
         optimizer.load_state_dict(alone(1)[1].state_dict())
+    for options in (OPTIONS, ADAM):
+        skip_what_one_process_sees(rank, options)
+
+
+def meets_its_target(model: nn.Module, optimizer: Thresholded, options: dict[str, Any], rank: int) -> None:
+    for steps in (7, 12):
+        train(model, optimizer, range(optimizer.defaults["plan"].step, steps), rank, 2)
+        assert_equals_alone(model, steps, options)
+    assert optimizer.progress().zeros == WANTED
 
 
 def run_ddp_target(rank: int, folder: Path) -> None:
-    model = DistributedDataParallel(network())
-    optimizer = GRDA(model.parameters(), **TARGET)
-    for steps in (7, 12):
-        train(model, optimizer, range(optimizer.defaults["plan"].step, steps), rank, 2)
-        assert_equals_alone(model, steps, TARGET)
-    assert optimizer.progress().zeros == WANTED
+    for options in (TARGET, ADAM_TARGET):
+        model = DistributedDataParallel(network())
+        meets_its_target(model, optimizer_of(model, options), options, rank)
 
 
 def run_fsdp_target(rank: int, folder: Path) -> None:
-    model, optimizer = sharded(TARGET)
-    for steps in (7, 12):
-        train(model, optimizer, range(optimizer.defaults["plan"].step, steps), rank, 2)
-        assert_equals_alone(model, steps, TARGET)
-    assert optimizer.progress().zeros == WANTED
+    for options in (TARGET, ADAM_TARGET):
+        meets_its_target(*sharded(options), options, rank)
 
 
 def run_fsdp_target_save(rank: int, folder: Path) -> None:
@@ -177,7 +208,7 @@ def run_fsdp_load(rank: int, folder: Path) -> None:
     assert_equals_alone(model, 12)
 
 
-def load(model: nn.Module, optimizer: GRDA, folder: Path) -> None:
+def load(model: nn.Module, optimizer: Thresholded, folder: Path) -> None:
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])

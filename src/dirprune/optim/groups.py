@@ -24,11 +24,12 @@ def prunable_groups(
     *,
     cost: Mapping[str, float] | None = None,
     tilt: float = 0.5,
+    named: bool = True,
 ) -> list[dict[str, Any]]:
     """Return parameter groups for `GRDA`: one to prune, and one that stays dense with ``c = 0``.
 
     Args:
-        model: the module whose parameters are grouped; the groups keep their names.
+        model: the module whose parameters are grouped.
         c: the pruning strength of all parameters that are not exempt; by default the optimizer's, or its target's.
         exempt: any of ``"bias"`` (every parameter whose name says bias), ``"norm"`` (the parameters of normalisation
             layers), and patterns of parameter names such as ``"head.*"``.
@@ -36,6 +37,8 @@ def prunable_groups(
             cost, and parameters that cost nothing stay dense.
         tilt: thresholds grow in proportion to costᵗⁱˡᵗ, with a geometric mean of 1 over the weights, so that zeros go
             where they save; 0 prunes all alike.
+        named: whether the groups keep the names of the parameters; `torch.distributed.optim.ZeroRedundancyOptimizer`
+            takes none.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
@@ -78,6 +81,8 @@ def prunable_groups(
     strength = {} if c is None else {"c": c}
     pruned = [{"params": prunable}] if cost is None else _by_cost(prunable, cost, tilt)
     groups: list[dict[str, Any]] = [*({**group, **strength} for group in pruned), {"params": dense, "c": 0.0}]
+    if not named:
+        groups = [{**group, "params": [p for _, p in group["params"]]} for group in groups]
     return [group for group in groups if group["params"]]
 
 
