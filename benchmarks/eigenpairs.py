@@ -145,14 +145,14 @@ def main() -> None:
     where = environment(device)
     print(
         f"{options.model}, {size} parameters, {options.batches} batches of {options.batch}, {options.precision}, "
-        f"{where['device']}, {where['threads']} threads, torch {where['torch']}"
+        f"{where.device}, {where.threads} threads, torch {where.torch}"
     )
     print(f"{'':40} {'ms':>9} {'ratio':>7}")
     for name, value in rows.items():
         print(f"{name:40} {value:9.1f} {value / base:7.2f}")
     if options.out:
         work = (options.model, options.batch, options.batches, options.precision)
-        here = (where["device"], where["threads"], where["torch"], where["commit"])
+        here = (where.device, where.threads, where.torch, where.commit)
         lines = [Row(*work, name, value, value / base, *here) for name, value in rows.items()]
         merge_rows(options.out, Row, lines, key=["model", "batch", "batches", "precision", "hardware", "threads"])
     if device.type == "cuda":

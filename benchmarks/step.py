@@ -130,7 +130,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     where = environment(DEVICE)
-    name = where["device"]
+    name = where.device
     print(f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}; median of {ROUNDS} rounds")
     results = []
     for title, shapes in (("ResNet50, 161 tensors", resnet50), ("1,000 small tensors", many_small)):
@@ -139,7 +139,7 @@ def main() -> None:
         print(f"\n{title}\n{'':42}{'ms':>9}{'× floor':>9}{'authors ÷':>11}")
         for label, ms in times.items():
             print(f"{label:42}{ms:9.3f}{ms / least:9.2f}{theirs / ms:11.1f}")
-            results.append(Row(title, label, ms, ms / least, theirs / ms, name, where["torch"], where["commit"]))
+            results.append(Row(title, label, ms, ms / least, theirs / ms, name, where.torch, where.commit))
     if args.out:
         merge_rows(args.out, Row, results, key=["hardware"])
 
