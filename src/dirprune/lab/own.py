@@ -21,8 +21,10 @@ def call(option: str, spec: str, arguments: Callable[[Callable[..., Any]], dict[
         arguments: a function from the callable to its keyword arguments.
         needs: what the callable takes and returns, for messages.
     """
-    trust.check(spec)
     module, _, attribute = spec.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"{option}={spec!r} names no code; write package.module:callable, one that {needs}")
+    trust.check(spec)
     try:
         with _current_folder():  # it may import more when it is called
             make = getattr(importlib.import_module(module), attribute)

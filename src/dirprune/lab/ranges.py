@@ -23,9 +23,12 @@ class Range(NamedTuple):
     holds: Callable[[Any], bool]
 
 
+LARGEST = 2.0**128
+"""Numbers from here on are infinite in float32, in which torch computes with them."""
+
 FINITE = Range("a finite number", math.isfinite)
-POSITIVE = Range("a finite number > 0", lambda value: 0 < value < math.inf)
-NOT_NEGATIVE = Range("a finite number ≥ 0", lambda value: 0 <= value < math.inf)
+POSITIVE = Range("a finite number > 0 that float32 can hold", lambda value: 0 < value < LARGEST)
+NOT_NEGATIVE = Range("a finite number ≥ 0 that float32 can hold", lambda value: 0 <= value < LARGEST)
 FRACTION = Range("a fraction in [0, 1]", lambda value: 0 <= value <= 1)
 BELOW_ONE = Range("a fraction in [0, 1), e.g. 0.9", lambda value: 0 <= value < 1)
 UP_TO_ONE = Range("a number in (0, 1]", lambda value: 0 < value <= 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from dirprune import __version__
 from dirprune.lab.cli import demo
@@ -43,7 +44,24 @@ from dirprune.lab.text import NOTHING
 if TYPE_CHECKING:
     from dirprune.lab.training.recipe import Recipe
 
+
+class _Verbs(TyperGroup):
+    """The commands; a word that is empty, as from a variable that is not set, is refused for all of them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        for before, word in zip(["", *args], args, strict=False):
+            option = (
+                word[:-1] if word.startswith("--") and word.find("=") == len(word) - 1 else before if not word else ""
+            )
+            if option or not word:
+                with clear_errors():
+                    what = option if option.startswith("-") else "an argument"
+                    raise ValueError(f"{what} is empty; give a value, or leave it out")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=_Verbs,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

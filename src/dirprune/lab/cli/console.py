@@ -106,6 +106,7 @@ def _is_ours(kind: type) -> bool:
 
 _REMEDIES = {
     **dict.fromkeys(("EACCES", "EPERM", "EEXIST", "ENOTDIR", "EROFS"), "; choose another folder"),
+    **dict.fromkeys(("ENOENT", "ENAMETOOLONG"), "; name one that exists or can be made"),
     **dict.fromkeys(("ENOSPC", "EDQUOT"), "; make room, or choose another folder"),
     "EFBIG": "; raise the limit on the size of files (ulimit -f)",
 }
@@ -115,14 +116,23 @@ def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         known = errno.errorcode.get(error.errno or 0, "")
         # If we replaced the system's message by our own, that already contains the remedy.
-        remedy = _REMEDIES.get(known, "") if error.strerror.startswith(os.strerror(error.errno or 0)) else ""
-        return f"{error.strerror}: {error.filename}{remedy}" if error.filename else error.strerror
+        closed = known in ("EACCES", "EPERM") and os.path.isfile(error.filename or "")
+        usual = "; change its permissions, e.g. with chmod u+rw" if closed else _REMEDIES.get(known, "")
+        remedy = usual if error.strerror.startswith(os.strerror(error.errno or 0)) else ""
+        named = f": {_shortened(str(error.filename))}" if error.filename else ""
+        return f"{error.strerror}{named}{remedy if error.filename else ''}"
     return str(error)
 
 
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="One of `dirprune recipes`, or a Python file that defines recipe().")
 ]
+
+
+def _shortened(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 DataOption = Annotated[
     Path | None,
     typer.Option("--data", help="Folder of the data sets.", show_default="$DIRPRUNE_DATA or ~/.cache/dirprune"),
@@ -277,12 +287,15 @@ def line(task: Task) -> str:
     return f"{task.description}: {', '.join(filter(None, (counted, task.fields['note'])))}"
 
 
-def integers(option: str, text: str) -> list[int]:
+def integers(option: str, text: str, valid: range = range(2**31)) -> list[int]:
     """Read an option like 0,10,100."""
     try:
-        return [int(word) for word in text.split(",")]
+        found = [int(word) for word in text.split(",")]
     except ValueError:
         raise ValueError(f"{option} {text!r} is not a list of numbers; write e.g. 0,10,100") from None
+    if strange := [number for number in found if number not in valid]:
+        raise ValueError(f"{option} {strange[0]} cannot be used; give numbers from {valid[0]} to {valid[-1]}")
+    return found
 
 
 def fractions(option: str, text: str) -> list[float]:

@@ -80,7 +80,8 @@ def speed(
         from dirprune.lab.studies.deployment.figures import speed_figure
 
         out = out or (network / "speed" if network.is_dir() else Path("speed"))
-        cases = [(b, t) for t in integers("--threads", threads) for b in integers("--batch", batch)]
+        batches, counts = integers("--batch", batch, range(1, 100_001)), integers("--threads", threads, range(1, 257))
+        cases = [(b, t) for t in counts for b in batches]
         out.mkdir(parents=True, exist_ok=True)
         file = work.saved(network, out / "network.safetensors", trusted=trust)
         output = Output(as_json)
