@@ -16,8 +16,8 @@ from PIL import Image
 from torch import nn
 
 from dirprune import sparsity
-from dirprune.lab.plots import save
-from dirprune.lab.studies.comparison.figures import layer_bars, layerwise, method_of, tradeoff
+from dirprune.lab.plots import method_of, save
+from dirprune.lab.studies.comparison.figures import layer_bars, layerwise, tradeoff
 from dirprune.lab.studies.comparison.tradeoff import Curve, LayerBar
 from dirprune.lab.studies.comparison.trials import usual
 from dirprune.lab.training import recipes
@@ -44,7 +44,10 @@ def test_a_curve_is_drawn_in_percent_and_by_sparsity() -> None:
     x, y = values(lines(axes)["gRDA"])
     assert x == pytest.approx([90, 95, 98])
     assert y == [93.5, 93.0, 92.0]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("sparsity of the weights (%)", "test accuracy (%)")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (
+        "sparsity of the weights (%)",
+        "test accuracy (%), ± std over seeds",
+    )
 
 
 def test_error_bars_reach_one_spread_either_way_and_stay_in_view() -> None:

@@ -30,7 +30,7 @@ from dirprune.lab.progress import Progress
 from dirprune.lab.records import checkpoint
 from dirprune.lab.studies.connectivity import work as connectivity
 from dirprune.lab.studies.connectivity.figures import _round_numbers, plane, profile
-from dirprune.lab.studies.connectivity.folder import draw, notes, published_curve
+from dirprune.lab.studies.connectivity.folder import coarseness, draw, notes, published_curve
 from dirprune.lab.studies.connectivity.folder import table as told
 from dirprune.lab.studies.connectivity.published import find
 from dirprune.lab.studies.connectivity.work import Options, connect
@@ -180,6 +180,24 @@ def test_the_report_names_networks_and_barriers(finished: tuple[Path, list[Progr
     assert line["least test error (%)"] == f"{facts['best']['test_error']:.2f} (t={facts['best']['t']:.3f})"
     assert line["test error at t=0 (%)"] == f"{facts['start']['test_error']:.2f}"
     assert notes(finished[0]) == []
+
+
+def test_a_grid_too_coarse_for_the_valley_of_the_profile_is_told(tmp_path: Path) -> None:
+    """The plane of the digits networks, thinned to three points a side, has lost the valley that the curve follows."""
+    job = tmp_path / "job"
+    shutil.copytree(Path(__file__).parent.parent / "results" / "connect-digits", job)
+    assert coarseness(job) == ""
+    header, *rows = (job / "plane.csv").read_text().splitlines()
+    x, y = (sorted({float(row.split(",")[axis]) for row in rows}) for axis in (0, 1))
+    kept = [
+        row
+        for row in rows
+        if all(float(cell) in ends[::10] for cell, ends in zip(row.split(","), (x, y), strict=False))
+    ]
+    assert len(kept) == 9
+    (job / "plane.csv").write_text("\n".join([header, *kept]) + "\n")
+    assert "its grid is too coarse for the valley; give a larger --grid" in coarseness(job)
+    assert notes(job) == [coarseness(job)]
 
 
 def test_where_no_barrier_is_it_has_no_place(finished: tuple[Path, list[Progress]], tmp_path: Path) -> None:

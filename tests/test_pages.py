@@ -18,8 +18,7 @@ from dirprune import sparsity
 from dirprune.lab.cli.page_of_runs import page_of_runs
 from dirprune.lab.pages import svg
 from dirprune.lab.pages.page import write
-from dirprune.lab.plots import PALETTE
-from dirprune.lab.studies.comparison.figures import _METHODS
+from dirprune.lab.plots import METHODS, PALETTE
 from dirprune.lab.studies.report.report import report
 from dirprune.lab.training.runs import Outcome
 
@@ -140,7 +139,7 @@ def test_the_page_of_a_comparison_ranks_and_lists_every_run(comparison: Path) ->
         assert told in text
 
 
-@pytest.mark.parametrize("colour", sorted({*PALETTE[:-1], *(shade for shade, _ in _METHODS.values())} - {"#000000"}))
+@pytest.mark.parametrize("colour", sorted({*PALETTE[1:], *(shade for shade, _ in METHODS.values())} - {"#000000"}))
 def test_a_colour_can_be_seen_in_the_dark(colour: str) -> None:
     assert svg.contrast(svg.in_the_dark(colour), svg.PAPER) >= 3
     assert svg.contrast("#000000", "#ffffff") == pytest.approx(21)

@@ -27,8 +27,29 @@ from dirprune._support.atomic import replacing
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.zeros import LayerSparsity, SparsityReport
 
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+PALETTE = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 """The colours of Okabe & Ito, which colour-blind readers can distinguish; without yellow, too faint for a line."""
+
+METHODS = {
+    "grda target": ("#312D1E", "H"),
+    "grda": (PALETTE[1], "o"),
+    "magnitude": (PALETTE[2], "s"),
+    "variational dropout": (PALETTE[3], "^"),
+    "rigl": (PALETTE[4], "D"),
+    "amc": (PALETTE[5], "P"),
+    "str": (PALETTE[6], "v"),
+    "sgd": (PALETTE[0], "X"),
+    "dense": (PALETTE[0], "X"),
+    "rda": ("#882255", "p"),
+    "pat": ("#332288", "h"),
+    "acdc": ("#005400", "<"),
+    "ham": ("#599445", ">"),
+    "linbreg": ("#8E657B", "d"),
+    "adamgrda": (PALETTE[1], "o"),  # never beside gRDA: a comparison has optimizers of one kind
+    "adamw": (PALETTE[0], "X"),
+    "random": ("#765E4A", "x"),
+}
+"""The colour and the marker of a method, the same in every figure; a label begins with the method's name."""
 
 GREY = "#707070"
 """The colour of reference lines, and of methods without their own colour."""
@@ -60,7 +81,6 @@ styled = matplotlib.rc_context(STYLE)
 """Decorator for functions that draw. `save` needs it too, because matplotlib creates the ticks only then."""
 
 _LINE_STYLES = ("-", ":", "-.")  # dashes are for published curves
-_TINTS = ("#FFFFFF", "#EEEEEE", "#D8D8D8", "#F3EBDB", "#E0EAF1")
 _LEGEND_CHARACTERS = 100  # number that fits in a legend line of a figure two panels wide
 _NARROW = ContextVar("_NARROW", default=False)
 
@@ -184,6 +204,22 @@ def places(labels: Collection[str]) -> list[int]:
     dense = [label for label in labels if label.split(": ")[-1].startswith("SGD")]
     others = count(1)
     return [0 if label in dense[:1] else next(others) for label in labels]
+
+
+def method_of(label: str) -> str | None:
+    """Return the method that a label begins with, in lower case; None for a method without its own colour.
+
+    >>> method_of("Variational-dropout, log α > 3"), method_of("gRDA c = 0.005"), method_of("mine")
+    ('variational dropout', 'grda', None)
+    """
+    plain = label.lower().replace("-", " ").replace("/", "")
+    return next((name for name in METHODS if plain.startswith(name)), None)
+
+
+def method_style(label: str) -> tuple[str, str]:
+    """Return the colour and the marker of a label's method."""
+    name = method_of(label)
+    return (GREY, "*") if name is None else METHODS[name]
 
 
 def line_style(index: int) -> str:
@@ -328,7 +364,8 @@ def beside_dense(runs: Runs, left: Mapping[str, float]) -> Figure:
 def layerwise_sparsity(reports: Mapping[str, Sequence[SparsityReport]]) -> Figure:
     """Draw the sparsity of every weight, in network order from the top: a bar per setting, mean ± std over its seeds.
 
-    Weights are tensors of two dimensions or more. The kind of the layer is shown next to its name and tints its row.
+    Weights are tensors of two dimensions or more. The kind of the layer is shown next to its name. A setting without
+    zeros takes no room in the rows: the legend tells it.
 
     Args:
         reports: label → one `SparsityReport` per seed, all of one network.
@@ -339,19 +376,20 @@ def layerwise_sparsity(reports: Mapping[str, Sequence[SparsityReport]]) -> Figur
     weights = {label: [[w for w in seed.layers if w.is_weight] for seed in seeds] for label, seeds in reports.items()}
     layers = _shared_layers([seed for seeds in weights.values() for seed in seeds])
     kinds = [kind(layer) for layer in layers]
-    row_height = max(0.145, 0.03 + 0.045 * len(weights))  # room for a name and one bar per setting
+    barred = [label for label, seeds in reports.items() if any(seed.weight_fraction for seed in seeds)]
+    row_height = max(0.145, 0.03 + 0.045 * len(barred))  # room for a name and one bar per setting
     figure, [axes] = panels(1, size=(2 * PANEL[0], 0.9 + row_height * len(layers) + 0.17 * len(weights)))
     rows = np.arange(len(layers), dtype=np.float64)
-    tints = {name: _TINTS[i % len(_TINTS)] for i, name in enumerate(dict.fromkeys(kinds))}
-    for row, name in enumerate(kinds):
-        axes.axhspan(row - 0.5, row + 0.5, color=tints[name], linewidth=0, zorder=0)
-    thickness = 0.8 / len(weights)
-    for place, (index, (label, seeds)) in enumerate(zip(places(weights), weights.items(), strict=True)):
+    thickness = 0.8 / max(len(barred), 1)
+    for index, (label, seeds) in zip(places(weights), weights.items(), strict=True):
         fractions = [(rows, [100 * layer.fraction for layer in seed]) for seed in seeds]
         _, mean, std = mean_and_std(fractions)
         overall = np.mean([100 * report.weight_fraction for report in reports[label]])
+        if label not in barred:
+            axes.barh([], [], color=colour(index), label=f"{label}: no zeros")
+            continue
         axes.barh(
-            rows + (place - (len(weights) - 1) / 2) * thickness,
+            rows + (barred.index(label) - (len(barred) - 1) / 2) * thickness,
             mean,
             height=thickness,
             xerr=std,
@@ -380,8 +418,11 @@ def _curve(records: Sequence[EpochRecord], quantity: Quantity) -> Curve:
 def _fit(axes: Axes, axis: Axis) -> None:
     """Fit y to the lines, so that no band stretches the axis, and near the values the first epochs do not either."""
     points = np.concatenate([np.asarray(line.get_xydata(), dtype=np.float64) for line in axes.get_lines()])
-    late = points[:, 0] > 0.05 * points[:, 0].max(initial=0)
-    axis.fit(axes, points[late | axis.log | axis.from_zero, 1])
+    shown = (points[:, 0] > 0.05 * points[:, 0].max(initial=0)) | axis.log | axis.from_zero
+    axis.fit(axes, points[shown, 1])
+    low, high = axes.get_ylim()
+    if not all(low <= value <= high for value in points[~shown, 1]):
+        axes.set_ylabel(f"{axes.get_ylabel()}, first epochs cut")
 
 
 def _shared_layers(seeds: Sequence[Sequence[LayerSparsity]]) -> Sequence[LayerSparsity]:

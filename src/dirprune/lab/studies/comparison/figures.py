@@ -21,26 +21,6 @@ from dirprune.lab.tasks.measure import ACCURACY
 from dirprune.zeros import SparsityReport
 
 PALE = "#CFCFCF"
-_METHODS = {
-    "grda target": ("#661100", "H"),
-    "grda": (plots.colour(1), "o"),
-    "magnitude": (plots.colour(0), "s"),
-    "variational dropout": (plots.colour(2), "^"),
-    "rigl": (plots.colour(3), "D"),
-    "amc": (plots.colour(4), "P"),
-    "str": (plots.colour(5), "v"),
-    "sgd": (plots.colour(6), "X"),
-    "dense": (plots.colour(6), "X"),
-    "rda": ("#882255", "p"),  # wine, which differs from both the light and the dark colours
-    "pat": ("#332288", "h"),
-    "acdc": ("#117733", "<"),
-    "ham": ("#999933", ">"),
-    "linbreg": ("#AA4499", "d"),
-    "adamgrda": (plots.colour(1), "o"),  # never beside gRDA: a comparison has optimizers of one kind
-    "adamw": (plots.colour(6), "X"),
-    "random": ("#A0A0A0", "x"),
-}
-_OTHER_METHOD = (GREY, "*")
 _KINDS = {STEM: "D", "conv 3×3": "s", "conv 1×1": "o", SHORTCUT: "^", "linear": "P"}
 _OPEN = {"conv 1×1"}  # at this size, filled circles look like squares
 _OTHER_KINDS = "v<>Xp*hd"
@@ -77,13 +57,14 @@ def tradeoff(
     best, worst = max(accuracies), min(accuracies)
     floors = [worst, best - _NEAR] if best - worst > _FAR else [worst]
     figure, every = plots.panels(len(floors), size=(3.4, 3.2) if len(floors) > 1 else (4.6, 3.4))
+    spread = any(_spread(curve).any() for curve in curves)
     variants = _variants(curve.label for curve in curves)
     curves = _side_by_side(curves)
     for axes, floor in zip(every, floors, strict=True):
         for rank, curve in enumerate(curves):
             _draw_curve(axes, curve, variants[rank], zorder=3 - rank / len(curves))
         _fit(axes, curves, floor)
-        axes.set(xlabel=f"{counted} (%)", ylabel=measured)
+        axes.set(xlabel=f"{counted} (%)", ylabel=f"{measured}, ± std over seeds" if spread else measured)
     if len(floors) > 1:
         every[0].set_title("all")
         every[1].set(title=f"within {_NEAR:g} points of the best", ylabel="")
@@ -114,7 +95,7 @@ def layerwise(layers: Sequence[LayerBar], *, title: str = "") -> Figure:
             axes.plot(other, color=PALE, linewidth=0.5, zorder=1)
         _draw_strip(axes, label, bars, heights[label], _markers(layers))
         axes.set_xlim(-0.7, len(names) - 0.3)
-        _scale_strip(axes, floor, top)
+        _scale_strip(axes, floor, top, cut=max(_percent(bar.sparsity for bar in layers)) > top)
         axes.set_xticks(range(len(names)), [])
         axes.tick_params(axis="x", length=0)
     every[-1].set_xticks(range(len(names)), names, rotation=90, fontsize=6 if len(names) < 60 else 4)
@@ -142,16 +123,6 @@ def layer_bars(method: str, report: SparsityReport) -> list[LayerBar]:
     return bars
 
 
-def method_of(label: str) -> str | None:
-    """Return the method that a label begins with, in lower case; None for a method without its own colour.
-
-    >>> method_of("Variational-dropout, log α > 3"), method_of("gRDA c = 0.005"), method_of("mine")
-    ('variational dropout', 'grda', None)
-    """
-    plain = label.lower().replace("-", " ").replace("/", "")
-    return next((name for name in _METHODS if plain.startswith(name)), None)
-
-
 def _side_by_side(curves: Sequence[Curve]) -> list[Curve]:
     """Return the curves with points moved slightly apart in log(1 − sparsity) if their error bars overlap."""
     places: defaultdict[int, list[int]] = defaultdict(list)
@@ -173,20 +144,14 @@ def _side_by_side(curves: Sequence[Curve]) -> list[Curve]:
     return [replace(curve, sparsity=[moved(i, s) for s in curve.sparsity]) for i, curve in enumerate(curves)]
 
 
-def _style(label: str) -> tuple[str, str]:
-    """Return the colour and the marker of a label's method."""
-    name = method_of(label)
-    return _OTHER_METHOD if name is None else _METHODS[name]
-
-
 def _variants(labels: Iterable[str]) -> list[int]:
     """Return for each label how many earlier labels belong to the same method."""
-    methods = [method_of(label) for label in labels]
+    methods = [plots.method_of(label) for label in labels]
     return [methods[:i].count(name) for i, name in enumerate(methods)]
 
 
 def _draw_curve(axes: Axes, curve: Curve, variant: int, zorder: float) -> None:
-    shade, marker = _style(curve.label)
+    shade, marker = plots.method_style(curve.label)
     line = (0, (4, 2)) if curve.dashed else plots.line_style(variant * len(plots.PALETTE))
     order = np.argsort(curve.sparsity, kind="stable")
     x, y = _percent(curve.sparsity)[order], np.asarray(curve.accuracy, dtype=np.float64)[order]
@@ -217,7 +182,7 @@ def _draw_curve(axes: Axes, curve: Curve, variant: int, zorder: float) -> None:
 
 def _draw_strip(axes: Axes, label: str, bars: Sequence[LayerBar], values: Array, markers: Mapping[str, str]) -> None:
     """Draw one method's line through all layers, with markers for their kinds."""
-    shade, _ = _style(label)
+    shade, _ = plots.method_style(label)
     axes.plot(values, color=shade, linewidth=0.9, label="_" + label)  # the title names it, so the legend leaves it out
     for kind, marker in markers.items():
         own = [i for i, bar in enumerate(bars) if bar.kind == kind]
@@ -264,14 +229,14 @@ def _range(values: Array) -> tuple[int, float]:
     return 50 if min(values) >= 50 else 0, 100 if emptiest <= 97 else 99.0 if emptiest <= 99 else 99.9
 
 
-def _scale_strip(axes: Axes, floor: int, top: float) -> None:
-    """Set the limits of y, which is logarithmic in 1 − sparsity if they end below 100%."""
+def _scale_strip(axes: Axes, floor: int, top: float, *, cut: bool) -> None:
+    """Set the limits of y, which is logarithmic in 1 − sparsity if they end below 100%; its top says if it is cut."""
     ticks = [floor, (floor + 100) // 2, 100] if top == 100 else [t for t in (floor, 90.0, 99.0, 99.9) if t <= top]
     if top < 100:
         axes.set_yscale("function", functions=(_from_percent, _to_percent))
         axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylim(floor, top)
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_yticks(ticks, [f"{'≥ ' if cut and tick == top else ''}{tick:g}" for tick in ticks])
 
 
 def _spread(curve: Curve) -> Array:

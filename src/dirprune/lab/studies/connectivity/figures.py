@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from textwrap import fill
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -29,7 +30,7 @@ _AXES = {
     "test_loss": Axis("test loss", floor=FLOOR),
     "test_error": Axis("test error (%)", from_zero=True, floor=0.01),
 }
-_PATHS = {"curve": ("fitted curve", 0, "-"), "line": ("straight line", 1, ":")}
+_PATHS = {"curve": ("fitted curve", 2, "-"), "line": ("straight line", 6, ":")}
 Point = tuple[str, float, float]
 """The name of a point of the plane ("start", "end", "bend" or "curve"), and its coordinates."""
 _Map = tuple[Sequence[Mapping[str, float]], Sequence[Point]]
@@ -53,7 +54,7 @@ def profile(profiles: Mapping[str, CurveProfile], names: tuple[str, str], publis
         for path, measured in drawn.items():
             line = [p.place[0] for p in measured.points], axis.shown(values[path])
             if path == "published":
-                plots.draw_published(axes, line, label="published curve", index=0)
+                plots.draw_published(axes, line, label="published curve", index=2)
             else:
                 name, index, style = _PATHS[path]
                 axes.plot(*line, color=plots.colour(index), linestyle=style, label=name)
@@ -69,6 +70,8 @@ def plane(
     points: Sequence[Point],
     names: tuple[str, str],
     published: _Map | None = None,
+    *,
+    note: str = "",
 ) -> Figure:
     """Draw train loss and test error as contours over the plane, with the solutions, the bend and the curve.
 
@@ -77,6 +80,7 @@ def plane(
         points: see `Point`; the axes are distances from the start, in the units of the weights.
         names: names of the networks at the start and the end.
         published: rows and points of the authors' plane between such networks, drawn below on the same axes.
+        note: told below the panels.
     """
     maps = [(rows, points), *([] if published is None else [published])]
     x, y = (np.array([row[axis] for grid, _ in maps for row in grid]) for axis in ("x", "y"))
@@ -86,7 +90,7 @@ def plane(
     width = plots.PANEL[0] * 2 / columns
     height = min(max((width - 1.1) * slope, 1.6 if slope < FLAT else 0.8), 1.5 * width) + 0.8
     figure, every = plots.panels(2 * len(maps), columns=columns, size=(width, height))
-    note = " (not to scale)" if slope < FLAT else ""
+    scale = " (not to scale)" if slope < FLAT else ""
     for axes, (score, (grid, marks)) in zip(every, _in_panels(maps, columns), strict=True):
         among = np.array([row[score] for each, _ in maps for row in each])
         if score == "train_loss":
@@ -97,7 +101,9 @@ def plane(
         whose = "" if published is None else "published " if grid is published[0] else "our "
         axes.set(aspect="auto" if slope < FLAT else "equal", title=whose + _AXES[score].label)
         axes.set(xlim=(x.min(), x.max()), ylim=(y.min(), y.max()))
-        axes.set(xlabel="ℓ₂ distance along the line", ylabel=f"ℓ₂ distance from it{note}")
+        axes.set(xlabel="ℓ₂ distance along the line", ylabel=f"ℓ₂ distance from it{scale}")
+    if note:
+        figure.supxlabel(fill(note, 110 if columns == 2 else 90), fontsize=7)
     plots.add_legend(figure)
     return figure
 
@@ -175,9 +181,10 @@ def _marks(axes: Axes, points: Sequence[Point], names: tuple[str, str]) -> None:
     along = (1 - t) ** 2 * corner["start"] + 2 * t * (1 - t) * corner["bend"] + t**2 * corner["end"]
     rim = [withStroke(linewidth=3, foreground="#000000")]
     axes.plot(*along.T, color="#FFFFFF", linewidth=1.4, path_effects=rim, label="fitted curve")
-    style = {"start": ("o", names[0], 1), "end": ("s", names[1], 4), "bend": ("^", "bend", 5)}
+    faces = [plots.method_style(name)[0] for name in names]
+    style = {"start": ("o", names[0], faces[0]), "end": ("s", names[1], faces[1]), "bend": ("^", "bend", "#FFFFFF")}
     for name, x, y in points:
         if name in style:
-            marker, label, index = style[name]
-            face = plots.colour(index)
-            axes.plot([x], [y], marker, color=face, markeredgecolor="#000000", markersize=6, label=label, zorder=3)
+            marker, label, face = style[name]
+            edge = "#FFFFFF" if face == plots.PALETTE[0] else "#000000"
+            axes.plot([x], [y], marker, color=face, markeredgecolor=edge, markersize=6, label=label, zorder=3)

@@ -20,6 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.interpolate import RegularGridInterpolator
+
 from dirprune.connect import CurveProfile
 from dirprune.connect.landscape import Measurement
 from dirprune.lab import plots
@@ -137,7 +140,7 @@ def draw(out: Path) -> None:
         rows = [asdict(row) for row in read_rows(out / "plane.csv", Mapped)]
         points = [(row.name, row.x, row.y) for row in read_rows(out / "points.csv", Placed)]
         other = (theirs.plane.rows, theirs.plane.corners) if theirs else None
-        figures["plane"] = connectivity_plots.plane(rows, points, names, other)
+        figures["plane"] = connectivity_plots.plane(rows, points, names, other, note=coarseness(out))
     for name, figure in figures.items():
         for suffix in (".png", ".pdf"):
             plots.save(figure, out / "figures" / f"{name}{suffix}")
@@ -170,13 +173,34 @@ def _cells(facts: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def coarseness(out: Path) -> str:
+    """Return a note if the plane, read between its points, shows a barrier that the curve does not have; else ""."""
+    curve = [row for row in read_rows(out / "points.csv", Placed) if row.name == "curve"]
+    rows = read_rows(out / "plane.csv", Mapped)
+    if not rows or not curve:
+        return ""
+    x, y = (np.unique([getattr(row, axis) for row in rows]) for axis in ("x", "y"))
+    losses = {(row.x, row.y): row.train_loss for row in rows}
+    grid = np.log(np.clip([[losses[a, b] for b in y] for a in x], 1e-12, 1e12))
+    read = RegularGridInterpolator((x, y), grid, bounds_error=False)([(row.x, row.y) for row in curve])
+    highest, measured = float(np.exp(np.nanmax(read))), profiles(out)["curve"].highest.train_loss
+    if not highest > 2 * measured:
+        return ""
+    return (
+        f"Between its points the plane reads a train loss of up to {highest:.2g} along the curve, where the profile "
+        f"measured at most {measured:.2g}: its grid is too coarse for the valley; give a larger --grid."
+    )
+
+
 def notes(out: Path) -> list[str]:
-    """Return notes for the reader of the table, if it contains a published curve."""
+    """Return notes for the reader of the table and the figures."""
     summary = json.loads((out / "summary.json").read_text())
+    coarse = [note] if (note := coarseness(out)) else []
     if "published" not in summary:
-        return []
+        return coarse
     fit = "{epochs} epochs, lr {lr}, momentum {momentum}".format_map
     return [
+        *coarse,
         f"Fitted for {fit(summary['config'])}; the published curve for {fit(summary['published'])}.",
         "The published training loss was measured on augmented images, ours on plain ones.",
     ]

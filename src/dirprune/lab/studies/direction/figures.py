@@ -9,15 +9,15 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from dirprune.lab.plots import GREY, Axis, add_legend, colour, mark_epochs, panels, styled
+from dirprune.lab.plots import GREY, METHODS, Axis, add_legend, colour, mark_epochs, panels, styled
 from dirprune.lab.studies.direction.projection import ProjectionRow
 from dirprune.lab.studies.direction.published import PublishedShares
 from dirprune.lab.studies.direction.scoring import ScoreRow
 
 _OTHERS = {
-    "magnitude": ("magnitude", "#000000", "s"),
+    "magnitude": ("magnitude", *METHODS["magnitude"]),
     "brain-damage": ("optimal brain damage", GREY, "^"),
-    "brain-surgeon": ("optimal brain surgeon", colour(2), "<"),
+    "brain-surgeon": ("optimal brain surgeon", colour(3), "<"),
 }
 _MARKERS = "oDvPX*"
 

@@ -46,6 +46,9 @@ def trajectories(
         axes.set(title=AXES[metric].label if i < len(METRICS) else "")
         axes.set_ylabel(f"{setting}{_progress(band, curves)}" if i % len(METRICS) == 0 else "")
         axes.set_xlabel("epoch" if i >= len(every) - len(METRICS) else "")
+    figure.supxlabel(
+        "Axes span the published values after the first tenth of the epochs; what lies outside is cut.", fontsize=7
+    )
     plots.add_legend(figure)
     return figure
 
@@ -62,8 +65,8 @@ def imagenet(runs: Sequence[ImageNetRun]) -> Figure:
         test.plot(run.epochs, run.test_accuracy, **style)
         left.plot(run.epochs, [100 - share for share in run.sparsity], **style)
     for axes, metric in ((train, "train_accuracy"), (test, "test_accuracy")):
-        axes.set(ylabel=AXES[metric].label, ylim=(30, None))
-    left.set(ylabel="weights left (%)", ylim=(0, 42))
+        axes.set(ylabel=f"{AXES[metric].label}, cut at 30", ylim=(30, None))
+    left.set(ylabel="weights left (%), cut at 42", ylim=(0, 42))
     for axes in figure.axes:
         plots.mark_epochs(axes)
     plots.add_legend(figure)

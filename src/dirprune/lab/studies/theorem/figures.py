@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullFormatter, ScalarFormatter
 
-from dirprune.lab.plots import GREY, add_legend, colour, panels, styled
+from dirprune.lab.plots import GREY, Axis, add_legend, colour, panels, styled
 from dirprune.lab.studies.theorem.limit_law import LimitPath, LimitRow, Moments
 from dirprune.lab.studies.theorem.problems import TheoremRow
 from dirprune.lab.studies.theorem.trajectory import Trajectory, compared
@@ -69,6 +69,7 @@ def theorem_figure(parts: Mapping[str, Sequence[TheoremRow]]) -> Figure:
     zeros.set(ylabel="zero in only one of w$_{gRDA}$, û (%)", ylim=(0, None))
     for axes in (distance, direction, zeros):
         axes.set(xlabel=GAMMA, xscale="log")
+        axes.xaxis.set_major_formatter("{x:g}")
     distance.yaxis.set_major_locator(FixedLocator([0.02, 0.05, 0.1, 0.2]))
     distance.yaxis.set_major_formatter(ScalarFormatter())
     distance.yaxis.set_minor_formatter(NullFormatter())
@@ -96,11 +97,20 @@ def limit_figure(rows: Sequence[LimitRow], path: LimitPath) -> Figure:
         errors.plot(
             gammas, [getattr(r, noise) for r in rows], linestyle=":", label=f"noise of {path.runs} runs", **style
         )
-    errors.set(xlabel=GAMMA, ylabel="relative error of the limit", xscale="log", yscale="log")
+    _scale_errors(errors)
     errors.legend(fontsize=7, labelspacing=0.2)
     handles, labels = means.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4)
     return figure
+
+
+def _scale_errors(axes: Axes) -> None:
+    """Make both axes logarithmic, with plain numbers at their ticks."""
+    axes.set(xlabel=GAMMA, xscale="log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    Axis("relative error of the limit", log=True).fit(
+        axes, np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.get_lines()])
+    )
 
 
 def _draw_moments(means: Axes, spreads: Axes, path: LimitPath, j: int, index: int) -> None:
@@ -145,7 +155,7 @@ def trajectory_figure(pairs: Sequence[Trajectory], coordinates: Sequence[int] = 
         values = [getattr(row, name) for row in rows]
         style = {"color": colour(index + 3), "marker": MARKERS[index], "markersize": 3.5}
         errors.plot([row.gamma for row in rows], values, label=label, **style)
-    errors.set(xlabel=GAMMA, ylabel="relative error of the limit", xscale="log", yscale="log")
+    _scale_errors(errors)
     errors.legend()
     handles, labels = drifts.get_legend_handles_labels()
     for marker, pair in zip(MARKERS, (pairs[0], limit), strict=False):
