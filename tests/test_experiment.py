@@ -6,12 +6,8 @@ import errno
 import itertools
 import json
 import math
-import multiprocessing
 import os
-import random
 import shutil
-import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -60,11 +56,6 @@ RECIPES = {
     },
     "noisy-exempt": NOISY.but(exempt=("bias", "norm"), momentum=0.9, nesterov=True, weight_decay=1e-3),
 }
-
-# Import these once: otherwise, every training process would spend seconds on them.
-multiprocessing.set_forkserver_preload(
-    ["dirprune.lab.training.experiment", "sklearn.datasets", "torch._dynamo", "pytest"]
-)
 
 
 def finish(run: Run, **options: Any) -> list[EpochRecord]:
@@ -171,41 +162,6 @@ def test_methods_that_draw_do_so_by_the_seed_of_the_run() -> None:
     method = RECIPES["noisy-rigl"].method
     assert method is not None
     assert [vars(method.make(seed=seed, reward=len))["seed"] for seed in (4, 5)] == [4, 5]
-
-
-def go_on(folder: Path, until: int) -> None:
-    """Train, in a separate process, to epoch ``until``; then wait to be killed."""
-    torch.set_num_threads(1)
-    for record in conduct(runs.load(folder, trusted=True), Surroundings(CPU, save_every=1)):
-        if record.epoch == until:
-            signal.pause()
-
-
-def kill_after(folder: Path, epochs: int, delay: float, until: int) -> None:
-    """Start training, and kill it ``delay`` seconds after ``epochs`` epochs are recorded."""
-    process = multiprocessing.get_context("forkserver").Process(target=go_on, args=(folder, until))
-    process.start()
-    metrics = folder / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < epochs:
-        assert process.is_alive(), "the training ended by itself"
-        time.sleep(0.002)
-    time.sleep(delay)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-
-
-def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    recipe = replace(SHORT, epochs=7)
-    run = runs.create(tmp_path / "run", recipe)
-    delays = random.Random(0)
-    for epochs in (1, 3, 5):
-        kill_after(run.folder, epochs, delays.uniform(0, 0.15), until=6)
-    finish(run)
-    assert_equal(run, uninterrupted(tmp_path / "whole", recipe))
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
-        f"epoch-{epoch:04d}.pt{suffix}" for epoch in checkpoint.epochs(run.checkpoints) for suffix in ("", ".sha256")
-    ]
 
 
 def truncate(path: Path) -> None:
