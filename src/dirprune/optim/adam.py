@@ -266,5 +266,5 @@ def _mean(params: list[Tensor], values: list[Tensor]) -> Tensor:
     device = values[0].device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for p, value in zip(params, values, strict=True):
-        total += summed(value.sum(dtype=torch.float64), Member(p, value).shards).to(device)
+        total += summed(value.sum().double(), Member(p, value).shards).to(device)
     return total / sum(p.numel() for p in params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,26 +17,21 @@ CHUNK = 262144
 GLANCE = 1024
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """A parameter that something else may have written to: this process's part of it, and what gave its weights."""
 
     w: Tensor
     v: Tensor
     """Its accumulator."""
-    tau: Tensor
-    """One number, or one for each element."""
+    tau: float | Tensor
+    """One number, of which the host knows the first kind, or one for each element."""
     shape: str
     rescale: bool = False
-
-    def __post_init__(self) -> None:
-        check_shapes([self.w], [self.v])
-        check_devices(self.w, self.v)
 
     @property
     def is_simple(self) -> bool:
         """Whether a few operations that every CPU has in vectors do."""
-        plain = self.shape == "soft" and not self.rescale and not self.tau.dim() and self.v.is_cpu
+        plain = self.shape == "soft" and not self.rescale and isinstance(self.tau, float) and self.v.is_cpu
         return plain and self.v.is_contiguous() and self.w.is_contiguous()
 
 
@@ -49,29 +44,32 @@ def adopt_weights(members: Sequence[Written]) -> None:
     For "soft" this is w + sign(w)·τ where w ≠ 0, and v clipped to ±τ where w = 0 (0 if v is NaN). Where v already gives
     w, after rounding to the precision of the weights, it stays: to the bit if nothing near it has changed.
     """
-    alike: dict[tuple[object, ...], list[Written]] = {}
+    check_shapes([m.w for m in members], [m.v for m in members])
+    alike: dict[tuple[Any, ...], list[Written]] = {}
     for m in members:
+        check_devices(m.w, m.v)
         if m.is_simple:
-            alike.setdefault((m.w.dtype, m.v.dtype, float(m.tau)), []).append(m)
+            alike.setdefault((m.w.dtype, m.v.dtype, m.tau), []).append(m)
         else:
             _adopt(m)
     for (*_, tau), group in alike.items():
         for vs, ws in _chunks(group):
             v, w = (tensors[0] if len(tensors) == 1 else torch.cat(tensors) for tensors in (vs, ws))
-            if _adopt_softly(v, w, tau) and len(vs) > 1:  # type: ignore[arg-type]
+            if _adopt_softly(v, w, tau) and len(vs) > 1:
                 torch._foreach_copy_(vs, torch.split(v, [each.numel() for each in vs]))
 
 
 def _adopt(m: Written) -> None:
     """Do it whatever the shape and the device."""
-    plain = not m.rescale and not m.tau.dim()
+    tau = torch.as_tensor(m.tau, dtype=m.v.dtype, device=m.v.device)
+    plain = not m.rescale and not tau.dim()
     for v, w in _pieces(m.v, m.w) if plain else [(m.v, m.w)]:
         given = torch.empty_like(w)
-        shrink(v, m.tau, m.shape, rescale=m.rescale, out=given)
+        shrink(v, tau, m.shape, rescale=m.rescale, out=given)
         wide = w.to(v.dtype)
         if m.rescale and v.dim() > 1:
-            wide = unscaled(wide, v, m.tau)
-        nearest = torch.where(wide == 0, v.clamp(-m.tau, m.tau).nan_to_num(nan=0.0), grow_back(wide, m.tau, m.shape))
+            wide = unscaled(wide, v, tau)
+        nearest = torch.where(wide == 0, v.clamp(-tau, tau).nan_to_num(nan=0.0), grow_back(wide, tau, m.shape))
         v.copy_(torch.where(given == w, v, nearest))
 
 

@@ -23,6 +23,7 @@ from dirprune.optim.paths import check_parameters, fused_obstacle, scalar_device
 from dirprune.optim.selection import Member, Sample, smallest, summed
 from dirprune.optim.state import Loading, check_form, first_state, fix_zeros, local, widen
 from dirprune.optim.target import Plan, Progress
+from dirprune.optim.threshold import are_numbers
 
 # Read from every tensor at every step, with `map`: a Python loop would take longer than the update on the device.
 _VERSION = attrgetter("_version")
@@ -327,8 +328,11 @@ class Thresholded(Optimizer):
             for p, old, new in zip_longest(params, before[: len(params)], now):
                 if old != new and "accumulator" in self.state.get(p, ()):
                     scales = self._scales() if scales is None else scales
-                    v, tau = local(self.state[p]["accumulator"]), self.state[p]["threshold"]
-                    tau = tau.to(v) * scales[p] if p in scales else tau.to(v)
+                    state = self.state[p]
+                    v, threshold = local(state["accumulator"]), state["threshold"]
+                    tau = threshold.to(v) * scales[p] if p in scales else threshold
+                    if tau is threshold and are_numbers([tau]):
+                        tau = tau.item()
                     written.append(Written(local(p), v, tau, group["shape"], group.get("rescale", False)))
         adopt_weights(written)
 

@@ -283,7 +283,7 @@ def _conclude(run: Run, output: Output | None, is_new: bool, process: Process) -
         return False
     if run.saved < run.recipe.epochs:
         how, program = _launcher(process)
-        say(f"Stopped; saved up to epoch {run.saved} of {run.recipe.epochs}. {how}:")
+        say(f"Stopped; saved up to epoch {run.saved} of {run.recipe.epochs}{_so_far(run)}. {how}:")
         trust = " --trust" if run.recipe.code else ""
         say(f"    {program} resume {shlex.quote(str(run.folder))}{trust}")
         return False
@@ -309,6 +309,14 @@ def _conclude(run: Run, output: Output | None, is_new: bool, process: Process) -
         for line in _remarks_on_zeros(run, last):
             say(line)
     return True
+
+
+def _so_far(run: Run) -> str:
+    """Return how many zeros there are of those that were asked for, if they were."""
+    asked, records = vars(run.recipe.optimizer).get("sparsity"), run.records()
+    if asked is None or not records:
+        return ""
+    return f", {records[-1].weight_sparsity:.1%} of the weights zero so far (target {asked:.1%})"
 
 
 def _remarks_on_zeros(run: Run, last: EpochRecord) -> Iterator[str]:
