@@ -313,3 +313,9 @@ def test_two_processes_equal_one_and_speak_with_one_voice() -> None:
     alone = runs.load(Path("alone")).records()[-1]
     assert records[-1]["test_accuracy"] == pytest.approx(alone.test_accuracy, abs=0.3)
     assert runs.load(Path("pair")).sessions()[0].processes == 2
+
+
+def test_a_target_that_is_not_reached_yet_is_told_with_what_is(tmp_path: Path) -> None:
+    words = "train digits-short --sparsity 0.8 --epochs 4 --batch-size 512 --device cpu --minutes 1e-9 --out"
+    told = " ".join(call(*words.split(), tmp_path / "run").stderr.split())
+    assert re.search(r"Stopped; saved up to epoch 1 of 4, \d+\.\d% of the weights zero so far \(target 80.0%\)\.", told)
