@@ -71,6 +71,9 @@ class Job(Protocol):
 class Workers(Protocol):
     """A way to start jobs."""
 
+    def room(self) -> int:
+        """Return how many jobs to start unless the user says it."""
+
     def start(self, number: int, job: Job, *, again: bool) -> None: ...
     def heard(self) -> Iterable[tuple[int, Any]]:
         """Return what jobs have yielded, with their numbers, their warnings and errors, and `End`."""
@@ -111,7 +114,6 @@ def at_once(jobs: Sequence[Job], here: Surroundings) -> Generator[tuple[int, Any
     Raises:
         Failed: jobs failed, or lost their workers `STARTS` times; all others were done.
     """
-    count = here.at_once or len(jobs)
     waiting, working = list(range(1, len(jobs) + 1)), set[int]()
     starts, ended, failed = Counter[int](), dict[int, Any](), dict[int, str]()
     following, stopped = 1, False
@@ -122,7 +124,7 @@ def at_once(jobs: Sequence[Job], here: Surroundings) -> Generator[tuple[int, Any
                 stopped = True
                 waiting.clear()
                 workers.stop()
-            while waiting and len(working) < count:
+            while waiting and len(working) < (here.at_once or workers.room()):
                 number = waiting.pop(0)
                 if jobs[number - 1].over:
                     ended[number] = next(jobs[number - 1].steps(here))
@@ -227,6 +229,9 @@ class Processes:
         self._context.set_forkserver_preload(PRELOAD)
         self._stop = self._context.Event()
         self._working: dict[Connection, tuple[int, Any]] = {}
+
+    def room(self) -> int:
+        return 1
 
     def start(self, number: int, job: Job, *, again: bool) -> None:
         ours, theirs = self._context.Pipe(duplex=False)

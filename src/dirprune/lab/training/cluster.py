@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -21,7 +20,7 @@ from dirprune.lab.records.files import write_text
 from dirprune.lab.training.at_once import POLL, End, Failed, Job, work
 from dirprune.lab.training.surroundings import Surroundings
 
-START = "start one with: ray start --head --node-ip-address 127.0.0.1"
+START = "start one with: ray get-auth-token --generate; ray start --head"
 ANSWER = 5.0
 """Seconds in which the head of a cluster has to accept a connection."""
 RESULTS = ("config.json", "environment.json", "metrics.jsonl", "outcome.json")
@@ -71,11 +70,7 @@ def connect(address: str, device: str = "auto") -> torch.device:
     except ImportError:
         raise ValueError("--cluster needs Ray, which is not installed: pip install 'dirprune[cluster]'") from None
     if not ray.is_initialized():
-        try:
-            with socket.create_connection(_split(where), timeout=ANSWER):
-                pass
-        except OSError as error:
-            raise ValueError(f"--cluster {address}: nothing answers at {where} ({error}); {START}") from None
+        _check_guarded(where)
         try:
             ray.init(where, log_to_driver=False, logging_level="critical")
         except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
@@ -102,18 +97,36 @@ def _resolve(address: str) -> str:
             if note.stat().st_uid != os.getuid():
                 raise ValueError(f"--cluster auto: {note} was written by another user; give the address of your own")
             address = note.read_text().strip()
-    _split(address)
-    return address
-
-
-def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:
         raise ValueError(
             f"--cluster {address!r} is not host:port or auto; on a machine of the cluster, give the address that "
             "`ray start --head` printed"
         )
-    return host.strip("[]"), int(port)
+    return address
+
+
+def _check_guarded(where: str) -> None:
+    """Raise unless the head of a cluster refuses a request without a token.
+
+    Without one, whoever reaches its ports could join it, and send programs to its machines and to this one as pickles.
+    """
+    import grpc
+
+    if os.environ.get("RAY_USE_TLS", "0") not in ("0", "", "false"):  # certificates guard it
+        return
+    try:
+        with grpc.insecure_channel(where) as channel:
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(b"", timeout=ANSWER)
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            return
+        raise ValueError(f"--cluster {where}: no cluster answers there ({error.code().name}); {START}") from None
+    raise ValueError(
+        f"--cluster {where} asks for no token, so that whoever reaches its ports can run programs as you, there and "
+        "here; end it (ray stop), make a token (ray get-auth-token --generate), copy ~/.ray/auth_token to its "
+        "machines, and start it again"
+    )
 
 
 def _sentence(error: BaseException) -> str:
@@ -134,6 +147,11 @@ class Cluster:
         self._task = ray.remote(max_retries=0, **needs)(_in_task)
         self._working: dict[Any, tuple[int, Job]] = {}
         self._markers: dict[Path, Any] = {}
+
+    def room(self) -> int:
+        """Return how many jobs to hand to Ray: those that can run, and as many that wait for a place."""
+        place = "GPU" if self._here.device.type == "cuda" else "CPU"
+        return max(1, 2 * int(self._ray.cluster_resources().get(place, 0)))
 
     def start(self, number: int, job: Job, *, again: bool) -> None:
         here = self._here.device, self._here.root, self._here.save_every
