@@ -253,7 +253,7 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
 def test_auto_joins_only_what_this_user_has_started(tmp_path: Path, ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    with pytest.raises(ValueError, match=r"--cluster auto: no cluster was started here; start one with: ray start"):
+    with pytest.raises(ValueError, match=r"--cluster auto: no cluster was started here; start one with: ray get-auth"):
         connect("auto")
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:6379\n")
