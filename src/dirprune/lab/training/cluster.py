@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,8 @@ from dirprune.lab.training.surroundings import Surroundings
 START = "start one with: ray get-auth-token --generate; ray start --head"
 ANSWER = 5.0
 """Seconds in which the head of a cluster has to accept a connection."""
+COUNT_EVERY = 10.0
+"""Seconds after which machines that have joined are noticed."""
 RESULTS = ("config.json", "environment.json", "metrics.jsonl", "outcome.json")
 """The files of a run that all tables are made of; the rest are checkpoints, which are large."""
 
@@ -147,11 +151,15 @@ class Cluster:
         self._task = ray.remote(max_retries=0, **needs)(_in_task)
         self._working: dict[Any, tuple[int, Job]] = {}
         self._markers: dict[Path, Any] = {}
+        self._room, self._counted = 1, -math.inf
 
     def room(self) -> int:
         """Return how many jobs to hand to Ray: those that can run, and as many that wait for a place."""
-        place = "GPU" if self._here.device.type == "cuda" else "CPU"
-        return max(1, 2 * int(self._ray.cluster_resources().get(place, 0)))
+        if time.monotonic() > self._counted + COUNT_EVERY:
+            place = "GPU" if self._here.device.type == "cuda" else "CPU"
+            self._room = max(1, 2 * int(self._ray.cluster_resources().get(place, 0)))
+            self._counted = time.monotonic()
+        return self._room
 
     def start(self, number: int, job: Job, *, again: bool) -> None:
         here = self._here.device, self._here.root, self._here.save_every
