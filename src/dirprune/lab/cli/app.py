@@ -325,10 +325,9 @@ def report(
         try:
             paths = figures.draw(found, out)
             if html:
-                from dirprune.lab.cli.page_of_runs import page_of_runs
-                from dirprune.lab.pages.page import write
+                from dirprune.lab.cli.page_of_runs import page_of_runs, write_with_progress
 
-                paths.append(write(page_of_runs(found), figures.folder(found, out) / "report.html"))
+                paths.append(write_with_progress(page_of_runs(found), figures.folder(found, out) / "report.html"))
         finally:
             output.record({**found.to_dict(), "figures": [str(path) for path in paths]})
         if len(run) == 1 and (networks := found.layers):

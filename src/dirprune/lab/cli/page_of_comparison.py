@@ -12,7 +12,7 @@ from dirprune.lab.pages.origin import came_from, distinct
 from dirprune.lab.pages.page import Page, Picture, Section, Table
 from dirprune.lab.studies.comparison import tables as comparison
 from dirprune.lab.studies.comparison.rows import Ended, Row
-from dirprune.lab.studies.comparison.tables import RankRow
+from dirprune.lab.studies.comparison.tables import PairRow, RankRow
 from dirprune.lab.studies.deployment.export import Exported
 from dirprune.lab.text import NOTHING, duration
 from dirprune.lab.training import runs
@@ -23,7 +23,9 @@ _CAPTIONS = {
 }
 
 
-def page_of_comparison(found: Sequence[Ended], out: Path, sparsities: Sequence[float]) -> Page:
+def page_of_comparison(
+    found: Sequence[Ended], out: Path, sparsities: Sequence[float], differences: Sequence[PairRow]
+) -> Page:
     """Return the page of the runs of a comparison that have ended: ranking, figures, every run, where it comes from."""
     members = [runs.load(config.parent).read() for config in sorted((out / "runs").glob("*/config.json"))]
     files = {folder.name: told for folder, told in exported(members).items()}
@@ -32,6 +34,8 @@ def page_of_comparison(found: Sequence[Ended], out: Path, sparsities: Sequence[f
         Table([_standing(row) for row in ranked if row.asked_sparsity in (0.0, asked)], f"At {100 * asked:g}% zeros")
         for asked in sparsities
     ]
+    if differences:
+        tables.append(Table([row.cells() for row in differences], "Seed by seed", left=2))
     drawings = comparison.figures(found, sparsities)
     pictures = {name: _picture(name, draw) for name, draw in drawings.items()}
     shared = distinct(each.row.recipe for each in found)

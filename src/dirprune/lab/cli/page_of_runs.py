@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from dirprune import SparsityReport
 from dirprune.lab.cli.console import bar
 from dirprune.lab.pages.origin import came_from, distinct
-from dirprune.lab.pages.page import Page, Picture, Section, Table
+from dirprune.lab.pages.page import Page, Picture, Section, Table, write
 from dirprune.lab.records import provenance
 from dirprune.lab.records.checkpoint import CorruptCheckpoint
 from dirprune.lab.records.columns import cells
@@ -52,6 +52,12 @@ def page_of_runs(report: Report) -> Page:
             came_from([session for run in members for session in run.sessions], _of_recipes(report.groups)),
         ],
     )
+
+
+def write_with_progress(page: Page, path: Path) -> Path:
+    """Write a page to a file, and return its path."""
+    with bar("drawing the page", len(page.pictures), unit="figures") as advance:
+        return write(page, path, advance)
 
 
 def exported(members: Sequence[History]) -> dict[Path, Exported]:

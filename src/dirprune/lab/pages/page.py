@@ -72,27 +72,32 @@ class Page:
     lead: str
     sections: Sequence[Section]
 
+    @property
+    def pictures(self) -> list[Picture]:
+        return [picture for section in self.sections for picture in section.pictures]
 
-def write(page: Page, path: Path) -> Path:
-    """Write a page to a file, and return its path."""
-    write_text(path, rendered(page))
+
+def write(page: Page, path: Path, drawn: Callable[[], None] = lambda: None) -> Path:
+    """Write a page to a file, and return its path; ``drawn`` is called after each picture."""
+    write_text(path, rendered(page, drawn))
     return path
 
 
-def rendered(page: Page) -> str:
+def rendered(page: Page, drawn: Callable[[], None]) -> str:
     """Return a page as HTML. Whatever it shows is text: what others wrote cannot become a part of the page.
 
     The page has no scripts, and its policy forbids them and every request.
     """
     shown: dict[str, list[tuple[str, str]]] = {}
     elements = []
-    for number, picture in enumerate(each for section in page.sections for each in section.pictures):
+    for number, picture in enumerate(page.pictures):
         sizes = [("wide", svg.drawn(picture.draw(), f"w{number}"))]
         if picture.narrows:
             with plots.narrow():
                 sizes.append(("phone", svg.drawn(picture.draw(), f"n{number}")))
         elements += [element for _, element in sizes]
         shown[picture.title] = [(size, Markup(svg.text_of(element))) for size, element in sizes]
+        drawn()
     here = Environment(
         loader=PackageLoader("dirprune.lab", "pages"),
         autoescape=True,

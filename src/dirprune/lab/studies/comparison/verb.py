@@ -296,9 +296,11 @@ def _conclude(out: Path, sparsities: Sequence[float], output: Output, against: s
     paths = comparison.write(found, out, sparsities)
     if html:
         from dirprune.lab.cli.page_of_comparison import page_of_comparison
-        from dirprune.lab.pages.page import write
+        from dirprune.lab.cli.page_of_runs import write_with_progress
 
-        paths.append(write(page_of_comparison(found, out, sparsities), out / "comparison.html"))
+        paths.append(
+            write_with_progress(page_of_comparison(found, out, sparsities, differences), out / "comparison.html")
+        )
     for path in paths:
         output.tell(f"written: {path}")
     output.tell(f"dirprune rerun {out} RUN repeats a run of comparison.csv, for example {found[0].row.run}.")
