@@ -17,6 +17,7 @@ from dirprune.lab.studies.deployment.export import Exported
 from dirprune.lab.text import NOTHING, duration
 from dirprune.lab.training import runs
 
+_FEW = 20  # rows of a table that nobody has to open
 _CAPTIONS = {
     "tradeoff": "Score and sparsity; error bars are standard deviations over seeds",
     "tradeoff-macs": "Score and the multiplications that the zeros save",
@@ -45,6 +46,7 @@ def page_of_comparison(
         "commit": distinct(each.row.commit for each in found),
         "hardware": distinct(each.row.device for each in found),
     }
+    every = [_cells(each.row, files.get(each.row.run)) for each in found]
     return Page(
         f"Pruning methods on {', '.join(shared)}",
         f"{len(found)} runs of {len(distinct(each.row.method for each in found))} methods.",
@@ -56,7 +58,7 @@ def page_of_comparison(
                 notes=comparison.notes(found),
             ),
             Section("Layers", pictures=[each for name, each in pictures.items() if name not in _CAPTIONS]),
-            Section("Runs", tables=[Table([_cells(each.row, files.get(each.row.run)) for each in found], left=2)]),
+            Section("Runs", tables=[Table(every, f"All {len(every)}", left=2, folded=len(every) > _FEW)]),
             came_from([session for run in members for session in run.sessions], told),
         ],
     )
