@@ -73,6 +73,11 @@ def test_text_that_is_missing_or_short_is_named(tmp_path: Path) -> None:
         corpus(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="holds no files"):
         corpus(tmp_path)
+    with (tmp_path / "bomb").open("wb") as file:
+        file.truncate(2**40)  # it takes no room on the disk
+    with pytest.raises(ValueError, match=r"the text of .*bomb, … has 1,100 GB and would lie in memory; give less"):
+        read_parts(corpus(tmp_path), 0.1)
+    (tmp_path / "bomb").unlink()
     (tmp_path / "book").write_bytes(b"short")
     with pytest.raises(ValueError, match="has 5 bytes, and a window needs 65"):
         Text().load(batch_size=2, seed=0, device=torch.device("cpu"), root=tmp_path / "book")

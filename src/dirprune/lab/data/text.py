@@ -15,6 +15,8 @@ from dirprune.lab.data.loader import Batch, Batching
 
 VOCABULARY = 256
 TEST_WINDOWS = 1024
+MOST = 2**33
+"""Bytes of a text; a run of somebody else may name any folder of this machine as its data."""
 PARTS = ("train", "validation", "test")
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
@@ -43,6 +45,10 @@ def read_parts(files: list[Path], held_out: float) -> dict[str, Tensor]:
     A tenth of the files is the test set, and ``held_out`` of the others the validation set. A single file is cut by
     position instead: its end is the test set.
     """
+    if (size := sum(path.stat().st_size for path in files)) > MOST:
+        raise ValueError(
+            f"the text of {files[0]}, … has {size / 1e9:,.0f} GB and would lie in memory; give less with --data"
+        )
     parts: dict[str, list[bytes]] = {part: [] for part in PARTS}
     if len(files) == 1:
         text = files[0].read_bytes()
