@@ -25,7 +25,7 @@ unit: $(READY)
 	$(BIN)/pytest -q -n 2
 
 soak: $(READY)
-	$(BUILDERS) '.[cluster]'
+	$(BUILDERS) --editable '.[cluster]'
 	$(BIN)/pytest -q -s -m soak
 
 # The pages and the API as a site, build/site/index.html. A warning or a link that leads nowhere is an error.
