@@ -90,7 +90,7 @@ static int linear(void *pool, int rows, int dense) {
   row_streams(O, F, dense, positions, weights, n, offsets, values, starts, ids);
   float *sorted = room(sizeof(float) * (O + LANES));
   for (int i = 0; i < (O + LANES - 1) / LANES * LANES; i++) sorted[i] = ids[i] < 0 ? 0 : bias[ids[i]];
-  const int32_t features[] = {0, F}, out[] = {0, O}, slices[] = {0, (O + LANES - 1) / LANES};
+  const int32_t features[] = {0, F / 2, F}, out[] = {0, O / 2, O}, slices[] = {0, 1, (O + LANES - 1) / LANES};  // two threads
   const planes_t in = {.base = 0, .channels = F}, made = {.base = F, .channels = O};
   const step_t s[] = {{.kind = GATHER, .out = in, .channel_of = features},
                       {.kind = LINEAR, .dense = dense, .in = in, .out = made, .offsets = offsets, .values = values, .bias = sorted,
@@ -104,24 +104,25 @@ static int linear(void *pool, int rows, int dense) {
     for (int f = 0; f < F; f++) wanted[i] += (double)w[i % O * F + f] * x[i / O * F + f];
   }
   const int vectors = rows > 1 ? (rows + LANES - 1) / LANES : 0, chunk = vectors ? vectors * LANES : 1;
-  const int64_t bytes = (int64_t)(F + O) * chunk * 4;
+  const int64_t bytes = ((int64_t)(F + O) * chunk * 4 + 63) / 64 * 64;
   const float *inputs[] = {x};
   float *outputs[] = {y};
-  const job_t job = {s, room(bytes), inputs, outputs, NULL, bytes, rows, 3, chunk, vectors};
+  const job_t job = {s, room(2 * bytes), inputs, outputs, NULL, bytes, rows, 3, chunk, vectors};
   if (run(pool, &job)) return puts("outside"), 1;
   return worst(y, wanted, rows * O, "linear");
 }
 
 int main(void) {
-  void *pool = pool_open(1);
+  void *pool = pool_open(1), *two = pool_open(2);
   int32_t k[5];
   for (int index = 0; kernel(index, k); index++)
     for (int size = 1; size <= 3; size += 2)
       for (int stride = k[2] ? k[2] : 1; stride <= (k[2] ? k[2] : 3); stride++)
         if (convolution(pool, index, k, stride, size)) return printf("kernel %d, stride %d, size %d\n", index, stride, size), 1;
-  for (int rows = 1; rows <= 16 * LANES; rows = rows * 2 + 1)
-    for (int dense = 0; dense < 2; dense++)
-      if (linear(pool, rows, dense)) return printf("%d rows\n", rows), 1;
-  pool_close(pool);
+  for (int again = 0; again < 20; again++)
+    for (int rows = 1; rows <= 16 * LANES; rows = rows * 2 + 1)
+      for (int dense = 0; dense < 2; dense++)
+        if (linear(two, rows, dense)) return printf("%d rows\n", rows), 1;
+  pool_close(pool), pool_close(two);
   puts("ok");
 }

@@ -120,6 +120,20 @@ def test_kernels_stay_in_their_memory_under_address_sanitizer(tmp_path: Path) ->
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(sys.platform != "linux", reason="has the thread sanitizer as gcc brings it on Linux")
+def test_threads_pass_the_thread_sanitizer(tmp_path: Path) -> None:
+    program, check = tmp_path / "check", Path(__file__).parent / "kernels_check.c"
+    options = [flag for flag in building.flags(building.variant()) if flag not in ("-shared", "-fPIC", "-O3")]
+    sources = [str(path) for path in (check, *building.sources())]
+    compiler = ["gcc", "-O1", "-g", "-fsanitize=thread", *options, f"-I{building.KERNELS}"]
+    subprocess.run([*compiler, "-o", str(program), *sources, "-lm"], check=True)
+    ran = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == "ok", (ran.stdout + ran.stderr)[-5000:]
+    assert "WARNING" not in ran.stderr
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("variant", building.VARIANTS.get(building.architecture(), ()))
 def test_every_instruction_set_computes_the_same(variant: str) -> None:

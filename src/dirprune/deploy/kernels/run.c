@@ -22,12 +22,12 @@ typedef struct {
 } job_t;
 
 typedef struct {
-  int threads, stop;
+  int threads;
   pid_t process;
   pthread_t *thread;
   pthread_mutex_t lock;
   pthread_cond_t wake;
-  atomic_int turn, done;
+  atomic_int turn, done, stop;
   atomic_llong ticket, open, finished;  // parts of work that were taken, that may be taken, and that are done
   const job_t *job;                     // the rest is written by whoever opens parts, and read by those who took one
   int64_t base, chunk;                  // the first of the open parts; which chunk is shared, -1: each part is a chunk
@@ -118,7 +118,7 @@ static void *worker(void *seat) {
     pthread_mutex_lock(&pool->lock);
     while (atomic_load(&pool->turn) == seen) pthread_cond_wait(&pool->wake, &pool->lock);
     pthread_mutex_unlock(&pool->lock);
-    if (pool->stop) return NULL;
+    if (atomic_load(&pool->stop)) return NULL;
     seen = atomic_load(&pool->turn);
   }
 }
@@ -150,7 +150,7 @@ static int start(pool_t *pool) {
 void pool_close(pool_t *pool) {
   if (!pool) return;
   if (pool->process == getpid()) {  // threads do not follow into a forked process
-    pool->stop = 1;
+    atomic_store(&pool->stop, 1);
     next_turn(pool);
     for (int t = 1; t < pool->threads; t++) pthread_join(pool->thread[t], NULL);
   }
