@@ -18,6 +18,7 @@ from dirprune.lab.records.columns import Column, cells
 from dirprune.lab.studies.deployment.peers import HALF, NAMES, OURS, Array, Peer, missing
 from dirprune.lab.text import NOTHING
 from dirprune.lab.training import runs
+from dirprune.lab.training.experiment import load_data
 from dirprune.weights import check_alike
 
 _CLOSE = 1e-3  # of the largest output: float32 sums in another order
@@ -99,12 +100,20 @@ def saved(network: Path, to: Path, *, trusted: bool) -> Path:
     model = models.build(run.recipe.model, *classes)
     check_alike(model.state_dict(), tensors, "the network of config.json", str(network))
     model.load_state_dict(tensors)
-    side = _SIDES.get(run.recipe.task.data, 32)
-    capture.compile(model, torch.zeros(1, *channels, side, side)).save(to)
+    capture.compile(model, torch.zeros(1, *channels, *_sides(run))).save(to)
     return to
 
 
-_SIDES = {"digits": 8, "imagenet": 224}
+def _sides(run: runs.Run) -> tuple[int, ...]:
+    """Return height and width of the images that a run was trained on; a data set of one's own has to be asked."""
+    task = run.recipe.task
+    if ":" in task.data:
+        return load_data(run.recipe, device=torch.device("cpu"), root=run.last_root()).shape[1:]
+    side = getattr(task, "size", 0) or _SIDES.get(task.data, 32)
+    return side, side
+
+
+_SIDES = {"digits": 8, "imagenet": 224, "folder": 224}
 """The sides of a data set's images; 32 in the others."""
 
 
