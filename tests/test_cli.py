@@ -34,6 +34,7 @@ from dirprune.lab.records import checkpoint
 from dirprune.lab.studies import bench
 from dirprune.lab.studies.connectivity import work as connectivity
 from dirprune.lab.studies.direction import figures as direction_plots
+from dirprune.lab.studies.report import figures as report_figures
 from dirprune.lab.studies.report import report
 from dirprune.lab.studies.theorem import work as theory_report
 from dirprune.lab.studies.theorem.limit_law import LimitRow
@@ -324,6 +325,7 @@ def test_every_override_reaches_the_configuration(monkeypatch: pytest.MonkeyPatc
         "root": Path("d"),
         "save_every": 4,
         "minutes": 9.0,
+        "keep_going": False,
         "tensorboard": True,
         "output": Output(),
     }
@@ -416,7 +418,7 @@ def test_report_loses_nothing_at_a_narrow_terminal(
     columns: str, trained: dict[str, tuple[Path, Result]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setattr(report, "draw", lambda *_: [Path("curves.png")])
+    monkeypatch.setattr(report_figures, "draw", lambda *_: [Path("curves.png")])
     text = call("report", trained["sgd"][0], trained["grda"][0]).stdout
     for word in ("gRDA", "c=0.02", "SGD", "accuracy", "weight", "s/epoch", "figure: curves.png"):
         assert word in text
