@@ -176,7 +176,7 @@ def valley_figure(found: Valley) -> Figure:
     levels = loss.min() + (loss.max() - loss.min()) * np.linspace(0, 1, 12) ** 2
     axes.contourf(first, second, loss, levels=levels, cmap="Greys", alpha=0.55)
     start, w, end = (weights.numpy() for weights in (found.sgd[0], found.sgd[-1], found.grda[-1]))
-    axes.fill([0, w[0], w[0], 0], [0, 0, w[1], w[1]], color=colour(5), alpha=0.3, linewidth=0)
+    axes.fill([0, w[0], w[0], 0], [0, 0, w[1], w[1]], color=colour(6), alpha=0.3, linewidth=0)
     axes.plot(*found.grda.T.numpy(), color=colour(1), linewidth=0.6)
     axes.plot(*found.sgd.T.numpy(), color=colour(0), linewidth=1.0)
     axes.plot(*found.pruned.T.numpy(), color="black", linestyle=(0, (4, 2)), linewidth=1.0)
