@@ -607,6 +607,12 @@ STRANGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_no_dense_one() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(3)])
+    assert runs.fault_of({"model": {"w": nested}}) == "holds no dense tensor as 'w'"
+
+
 @pytest.mark.parametrize("name", STRANGE)
 def test_a_checkpoint_of_something_else_costs_an_epoch_and_no_more(name: str, tmp_path: Path) -> None:
     spoil, said = STRANGE[name]

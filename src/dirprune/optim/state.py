@@ -184,7 +184,11 @@ def _check_parameter_state(state: dict[str, Any], name: Any, p: Tensor, needed: 
 
 def _holds_numbers(value: Any) -> bool:
     """Return whether this is a tensor whose elements can be read as they are."""
-    return isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_meta or value.is_quantized)
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not (value.is_meta or value.is_quantized or value.is_nested)
+    )
 
 
 def _place_state(saved: dict[str, Any], p: Tensor, scalar_device: torch.device) -> dict[str, Any]:

@@ -369,7 +369,11 @@ def fault_of(state: Any, *needed: str) -> str:
 
 def _is_dense(value: Any) -> bool:
     """Return whether this is a tensor as checkpoints hold them: its values, all of them, are in memory."""
-    is_plain = type(value) is Tensor and value.layout is torch.strided and not (value.is_meta or value.is_quantized)
+    is_plain = (
+        type(value) is Tensor
+        and value.layout is torch.strided
+        and not (value.is_meta or value.is_quantized or value.is_nested)
+    )
     return is_plain and value.untyped_storage().nbytes() >= value.nbytes
 
 

@@ -66,7 +66,7 @@ def _read(source: Path) -> dict[str, Tensor]:
 def _can_be_copied(name: Any, value: Any) -> bool:
     """Return whether this is a named tensor whose values are in memory, as those of networks are."""
     real = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_complex()
-    return isinstance(name, str) and real and not (value.is_meta or value.is_quantized)
+    return isinstance(name, str) and real and not (value.is_meta or value.is_quantized or value.is_nested)
 
 
 def _safetensors(path: Path) -> Mapping[str, Tensor]:
