@@ -1060,7 +1060,7 @@ def test_published_numbers_are_drawn_without_a_run(tmp_path: Path) -> None:
         (command("--sparsity", "90"), "write fractions between 0 and 1"),
         (command("--sparsity", "a"), "is not a list of sparsities"),
         (command("--methods", "rigel"), "Did you mean 'rigl'"),
-        (command("--methods", ""), "choose from grda, grda-target, sgd, rda"),
+        (command("--methods", ""), "--methods is empty; give a value, or leave it out"),
         (command("--methods", " , "), "choose from grda, grda-target, sgd, rda"),
         (command("--minutes", 0), "--minutes 0 leaves no time to train; give more than 0"),
         (command("--minutes=-1"), "--minutes -1 leaves no time"),

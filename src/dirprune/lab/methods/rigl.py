@@ -39,6 +39,7 @@ def move_connections(weight: Tensor, gradient: Tensor, mask: Tensor, count: int)
 
     A weight that was just dropped may be grown again.
 
+    >>> import torch
     >>> move_connections(*torch.tensor([[5.0, 1.0, 0.0, 0.0], [0.0, 0.0, 2.0, 3.0]]), torch.arange(4) < 2, 1)
     tensor([ True, False, False,  True])
     """
@@ -57,6 +58,7 @@ class RigL(RandomMask):
         seed: that of the initial connections.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 10))
         >>> method = RigL(sparsity=0.9)
         >>> method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=10, examples=100)

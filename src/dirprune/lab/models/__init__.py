@@ -79,7 +79,7 @@ def narrower(name: str, classes: int, weights: float) -> str:
     """Return the name of the widest network of this kind that has at most so many weights to prune.
 
     >>> narrower("small", 10, 4000), narrower("gpt64x2", 256, 10_650)
-    ('small5', 'gpt16x2')
+    ('small4', 'gpt16x2')
 
     Raises:
         ValueError: networks of this kind have one width, or none of them is that small.

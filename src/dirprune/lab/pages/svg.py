@@ -70,7 +70,7 @@ def in_the_dark(colour: str) -> str:
     """Return the colour that stands for another one on dark paper: a background is dark, and the rest is visible.
 
     >>> in_the_dark("#ffffff") == PAPER, in_the_dark("#0072b2"), in_the_dark("#332288")
-    (True, '#0072b2', '#6751cc')
+    (True, '#0072b2', '#634dd2')
     """
     hue, lightness, saturation = colorsys.rgb_to_hls(*to_rgb(colour))
     paper = colorsys.rgb_to_hls(*to_rgb(PAPER))[1]

@@ -65,7 +65,7 @@ def narrowing(recipe: Recipe, wide: str) -> tuple[float, float]:
 
     >>> from dirprune.lab.training.recipes import get
     >>> [round(share, 2) for share in narrowing(get("digits").but(model="small4"), "small")]
-    [0.9, 0.93]
+    [0.93, 0.93]
     """
     ours, theirs = _dense(recipe), _dense(recipe.but(model=wide))
     counts = [sum(layer.total for layer in each.layers if layer.is_weight and layer.cost) for each in (ours, theirs)]
