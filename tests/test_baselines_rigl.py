@@ -69,8 +69,8 @@ def test_moving_connections_against_sorting_by_hand() -> None:
 @pytest.mark.parametrize("sparsity", [0.9, 0.98])
 def test_a_deep_network_without_normalisation_begins_with_the_signal_of_the_dense_one(sparsity: float) -> None:
     def spread_and_gradient(model: nn.Module) -> tuple[float, float]:
-        logits = model.eval()(torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
-        cross_entropy(logits, torch.arange(32) % 10).backward()
+        logits = model.eval()(torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
+        cross_entropy(logits, torch.arange(8)).backward()
         first = next(iter(prunable(model).values())).parameter
         assert first.grad is not None
         return logits.std(0).mean().item(), first.grad.norm().item()

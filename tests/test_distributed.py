@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from dirprune.deploy import keep_zeros, load_sparse, save_sparse
 from dirprune.optim.base import Thresholded
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed's own warnings
+
+Job = Callable[[int, Path], None]
 OPTIONS: dict[str, Any] = {"lr": 0.1, "c": 0.02, "mu": 0.6, "momentum": 0.9}
-
-
 TARGET: dict[str, Any] = {"lr": 0.1, "target": 0.7, "steps": 12, "momentum": 0.9}
 ADAM: dict[str, Any] = {"lr": 0.05, "c": 0.3, "mu": 0.6, "power": 0.5}
 ADAM_TARGET: dict[str, Any] = {"lr": 0.05, "target": 0.7, "steps": 12, "power": 0.5, "prune_until": 0.5, "fix_at": 0.8}
@@ -215,11 +215,12 @@ def load(model: nn.Module, optimizer: Thresholded, folder: Path) -> None:
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
-def worker(rank: int, job: Callable[[int, Path], None], folder: Path, rendezvous: str) -> None:
+def worker(rank: int, jobs: Sequence[Job], folder: Path, rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     try:
-        job(rank, folder)
+        for job in jobs:
+            job(rank, folder)
         (folder.parent / f"passed-{rank}").touch()
     finally:
         dist.destroy_process_group()
@@ -231,19 +232,18 @@ def worker(rank: int, job: Callable[[int, Path], None], folder: Path, rendezvous
 PASSED = {"passed-0", "passed-1"}
 
 
-def spawn(job: Callable[[int, Path], None], folder: Path) -> set[str]:
-    """Run the job, which makes its own assertions, in two processes; return what they left after its end."""
-    mp.spawn(worker, args=(job, folder / "state", str(folder / f"rendezvous-{job.__name__}")), nprocs=2)
+def spawn(folder: Path, *jobs: Job) -> set[str]:
+    """Run the jobs, which make their own assertions, in two processes; return what these left after their end."""
+    mp.spawn(worker, args=(jobs, folder / "state", str(folder / "rendezvous")), nprocs=2)
     return {path.name for path in folder.glob("passed-*")}
 
 
-@pytest.mark.parametrize("job", [run_ddp, run_fsdp, run_fsdp_clamped, run_ddp_target, run_fsdp_target])
-def test_two_processes_equal_one(job: Callable[[int, Path], None], tmp_path: Path) -> None:
-    assert spawn(job, tmp_path) == PASSED
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    assert spawn(tmp_path, run_ddp, run_fsdp, run_fsdp_clamped, run_ddp_target, run_fsdp_target) == PASSED
 
 
 def test_a_state_saved_under_fsdp_loads_in_one_process(tmp_path: Path) -> None:
-    assert spawn(run_fsdp_save, tmp_path) == PASSED
+    assert spawn(tmp_path, run_fsdp_save) == PASSED
     model = network()
     optimizer = GRDA(model.parameters(), **OPTIONS)
     load(model, optimizer, tmp_path / "state")
@@ -256,11 +256,11 @@ def test_a_state_saved_in_one_process_loads_under_fsdp(tmp_path: Path) -> None:
     model, optimizer = alone(6)
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=tmp_path / "state")
-    assert spawn(run_fsdp_load, tmp_path) == PASSED
+    assert spawn(tmp_path, run_fsdp_load) == PASSED
 
 
 def test_a_target_saved_under_fsdp_is_met_in_one_process(tmp_path: Path) -> None:
-    assert spawn(run_fsdp_target_save, tmp_path) == PASSED
+    assert spawn(tmp_path, run_fsdp_target_save) == PASSED
     for steps, name in ((5, "before"), (10, "after")):
         model = network()
         optimizer = GRDA(model.parameters(), **TARGET)

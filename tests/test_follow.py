@@ -244,7 +244,10 @@ def test_the_bar_counts_whole_epochs_and_shows_accuracy_and_sparsity(monkeypatch
 # Commands in processes of their own
 
 
-@pytest.mark.parametrize("asking", [signal.SIGINT, signal.SIGTERM])  # Ctrl-C, and a scheduler's warning
+@pytest.mark.parametrize(
+    "asking",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGTERM],  # Ctrl-C, and a scheduler's warning
+)
 def test_a_real_signal_and_going_on_equal_an_uninterrupted_run(asking: signal.Signals) -> None:
     words = ["train", "digits", "--epochs", "6", "--seed", "5", "--json"]
     command = [sys.executable, "-m", "dirprune", *words, "--out", "stopped"]

@@ -100,7 +100,7 @@ def line(chance: random.Random, verb: str, options: list[Any]) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "count", [60, pytest.param(4000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])], ids=["short", "long"]
+    "count", [30, pytest.param(4000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])], ids=["short", "long"]
 )
 def test_no_command_line_ends_in_a_traceback(here: Path, count: int) -> None:
     group: Any = typer.main.get_command(app)
