@@ -144,7 +144,11 @@ def test_the_commands_are_there_without_torch_numpy_or_matplotlib() -> None:
 
 @pytest.mark.parametrize(
     ("redirection", "said"),
-    [(">/dev/full", "cannot write to stdout (No space left on device)"), (">&-", ""), ("|true", "")],
+    [
+        (">/dev/full", "cannot write to stdout (No space left on device)"),
+        pytest.param(">&-", "", marks=pytest.mark.soak),
+        pytest.param("|true", "", marks=pytest.mark.soak),
+    ],
 )
 def test_that_nobody_takes_the_results_stops_nothing(redirection: str, said: str) -> None:
     command = f"{sys.executable} -m dirprune recipes {redirection}"

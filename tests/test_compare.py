@@ -9,7 +9,7 @@ import math
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -487,8 +487,14 @@ def test_every_method_starts_alike_and_sees_the_same_minibatches(tmp_path: Path)
         torch.testing.assert_close(next(other.loaders.train.epoch(3)), next(parts[0].loaders.train.epoch(3)))
 
 
-def test_all_methods_go_on_after_any_stop_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    planned = plan(SHORT, sparsities=(0.8,), batches=4, sweeps=ONE_EACH)
+@pytest.mark.parametrize(
+    "methods",
+    [("grda-target", "rigl", "amc", "str", "acdc"), pytest.param(None, marks=pytest.mark.soak)],
+    ids=["each-kind-of-state", "all"],
+)
+def test_methods_go_on_after_any_stop_as_if_nothing_had_happened(methods: Sequence[str] | None, tmp_path: Path) -> None:
+    sweeps = {name: values for name, values in ONE_EACH.items() if methods is None or name in methods}
+    planned = plan(SHORT, methods=methods, sparsities=(0.8,), batches=4, sweeps=sweeps)
     steps = run(planned, tmp_path / "whole")
     rows = [step.row for step in steps if step.row]
     assert [row.run for row in rows] == [run_name(recipe) for recipe in planned]

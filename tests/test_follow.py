@@ -273,6 +273,7 @@ def test_a_real_signal_and_going_on_equal_an_uninterrupted_run(asking: signal.Si
     assert numbers[0] == numbers[1]
 
 
+@pytest.mark.soak
 def test_sigterm_twice_to_a_whole_pipeline_still_saves_the_epoch() -> None:
     """Schedulers and `timeout` send it to every process of the group, and again to the one that they started."""
     command = f"exec {sys.executable} -m dirprune train digits --epochs 40 --json --out stopped 2> >(cat > /dev/null)"
@@ -288,6 +289,7 @@ def test_sigterm_twice_to_a_whole_pipeline_still_saves_the_epoch() -> None:
     assert checkpoint.epochs(Path("stopped/checkpoints"))[-1] == 1 + len(rest.splitlines()) < 40
 
 
+@pytest.mark.soak
 def test_two_processes_equal_one_and_speak_with_one_voice() -> None:
     words = ["train", "digits-short", "--epochs", "2", "--model", "follow_networks:quiet", "--batch-size", "256"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]

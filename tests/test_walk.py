@@ -41,6 +41,7 @@ def take_pictures(folder: Path) -> None:
                 Image.fromarray(pixels).save(folder / part / name / f"{number}.png")
 
 
+@pytest.mark.soak  # docs/images.md, which the tests run, takes the same steps
 def test_a_folder_of_pictures_becomes_a_small_fast_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     take_pictures(Path("pictures"))
