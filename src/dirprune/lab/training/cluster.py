@@ -64,10 +64,7 @@ def connect(address: str, device: str = "auto") -> torch.device:
         ValueError: Ray is not installed, nothing answers, or the cluster has no such device.
     """
     where = _resolve(address)
-    if where.rpartition(":")[0] in (
-        "127.0.0.1",
-        "localhost",
-    ):  # or Ray would look for it at this machine's other address
+    if where.rpartition(":")[0] in ("127.0.0.1", "localhost"):  # or Ray would look at another address of this machine
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
         import ray
