@@ -13,7 +13,7 @@ from torch import nn
 
 from dirprune.lab import models
 from dirprune.lab.records.tables import read_rows, write_rows
-from dirprune.lab.studies import bench
+from dirprune.lab.studies.bench import work as bench
 from dirprune.lab.training.recipe import Recipe
 
 CPU = torch.device("cpu")

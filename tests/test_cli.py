@@ -31,7 +31,7 @@ from dirprune.lab.cli import console, follow
 from dirprune.lab.cli.output import Output
 from dirprune.lab.data import download
 from dirprune.lab.records import checkpoint
-from dirprune.lab.studies import bench
+from dirprune.lab.studies.bench import work as bench
 from dirprune.lab.studies.connectivity import work as connectivity
 from dirprune.lab.studies.direction import figures as direction_plots
 from dirprune.lab.studies.report import figures as report_figures

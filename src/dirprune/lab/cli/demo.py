@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dirprune.lab.cli.console import SeedOption, clear_errors, say
+from dirprune.lab.cli.console import clear_errors, say
+from dirprune.lab.cli.options import SeedOption
 from dirprune.lab.cli.output import JsonOption, Output
 from dirprune.lab.text import NOTHING, duration
 

@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dirprune.lab.cli.console import (
+from dirprune.lab.cli.console import Interruption, clear_errors, say
+from dirprune.lab.cli.options import (
     AtOnceOption,
     ClusterOption,
     DataOption,
     DeviceOption,
-    Interruption,
     MinutesOption,
     ModelOption,
     StepPrecisionOption,
     TrustOption,
-    clear_errors,
     fractions,
-    say,
 )
 from dirprune.lab.cli.output import HtmlOption, JsonOption, Output
 

@@ -7,15 +7,9 @@ from typing import Annotated
 
 import typer
 
-from dirprune.lab.cli.console import (
-    DeviceOption,
-    Interruption,
-    MinutesOption,
-    RunDataOption,
-    TrustOption,
-    clear_errors,
-)
+from dirprune.lab.cli.console import Interruption, clear_errors
 from dirprune.lab.cli.drive import CONTINUE, OutOption, drive
+from dirprune.lab.cli.options import DeviceOption, MinutesOption, RunDataOption, TrustOption
 from dirprune.lab.cli.output import JsonOption, Output
 
 app = typer.Typer()

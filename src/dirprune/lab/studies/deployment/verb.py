@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dirprune.lab.cli.console import TrustOption, clear_errors, integers, say
+from dirprune.lab.cli.console import clear_errors, say
+from dirprune.lab.cli.options import TrustOption, integers
 from dirprune.lab.cli.output import JsonOption, Output
 from dirprune.lab.text import NOTHING
 

@@ -7,17 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dirprune.lab.cli.console import (
-    DeviceOption,
-    Interruption,
-    MinutesOption,
-    RunDataOption,
-    TrustOption,
-    clear_errors,
-    integers,
-    say,
-)
+from dirprune.lab.cli.console import Interruption, clear_errors, say
 from dirprune.lab.cli.drive import CONTINUE, OutOption, drive
+from dirprune.lab.cli.options import DeviceOption, MinutesOption, RunDataOption, TrustOption, integers
 from dirprune.lab.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:

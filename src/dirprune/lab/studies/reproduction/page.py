@@ -13,7 +13,7 @@ from dirprune.lab import plots, published
 from dirprune.lab.plots import Curve
 from dirprune.lab.published import Estimate, Setting
 from dirprune.lab.records.tables import read_rows, write_rows
-from dirprune.lab.studies.bench import Measured
+from dirprune.lab.studies.bench.work import Measured
 from dirprune.lab.studies.reproduction import cells as reproduce
 from dirprune.lab.studies.reproduction import figures as reproduction_plots
 from dirprune.lab.studies.reproduction import ledger

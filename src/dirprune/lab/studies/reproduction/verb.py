@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dirprune.lab.cli.console import (
+from dirprune.lab.cli.console import Interruption, clear_errors, say
+from dirprune.lab.cli.options import (
     AtOnceOption,
     ClusterOption,
     DataOption,
     DeviceOption,
-    Interruption,
     KeepOption,
     MinutesOption,
-    clear_errors,
     integers,
-    say,
 )
 from dirprune.lab.cli.output import JsonOption, Output
 

@@ -7,10 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dirprune.lab.cli.console import (
-    bar,
-    clear_errors,
-)
+from dirprune.lab.cli.console import bar, clear_errors
 from dirprune.lab.cli.output import JsonOption, Output
 from dirprune.lab.text import NOTHING
 

@@ -13,22 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dirprune.lab.cli.console import (
-    INTERRUPTED,
+from dirprune.lab.cli.console import INTERRUPTED, Interruption, bar, clear_errors, say
+from dirprune.lab.cli.options import (
     AtOnceOption,
     ClusterOption,
     DataOption,
     DeviceOption,
-    Interruption,
     MinutesOption,
     ModelOption,
     RecipeArgument,
     SeedOption,
     StepPrecisionOption,
-    bar,
-    clear_errors,
     fractions,
-    say,
 )
 from dirprune.lab.cli.output import JsonOption, Output
 

@@ -1,0 +1,1 @@
+"""What a training step costs, beside the arithmetic floor and the paper's figures."""
