@@ -35,6 +35,7 @@ from dirprune.lab.studies.comparison import trials, tuning
 from dirprune.lab.studies.comparison import work as compare
 from dirprune.lab.studies.comparison.ranking import Point, Reached, paired_gap, rank, read_at
 from dirprune.lab.studies.comparison.rows import Ended, LayerRow, Row, as_text, read
+from dirprune.lab.studies.comparison.tradeoff import MACS, Level
 from dirprune.lab.studies.comparison.trials import enter, plan, run_name
 from dirprune.lab.tasks import Images
 from dirprune.lab.tasks.measure import ACCURACY, LOSS
@@ -98,12 +99,13 @@ def test_by_default_every_method_takes_part_and_shares_all_but_its_own_options()
     assert {recipe.pruner.name for recipe in planned} == {
         "grda",
         "grda-target",
+        "grda-macs",
         "sgd",
         "rda",
         "magnitude",
         *(name for name, each in methods.METHODS.items() if not (each.fixed or each.is_control)),
     }
-    own = {"optimizer", "method", "options", "c", "lam", "seed"}
+    own = {"optimizer", "method", "options", "c", "lam", "of", "seed"}
     assert all(differing(recipe, SHORT, free=own) == [] for recipe in planned)
     assert [recipe.seed for recipe in planned] == sorted(recipe.seed for recipe in planned)
     assert {recipe.seed for recipe in planned} == {0, 1}
@@ -148,7 +150,7 @@ def test_a_sweep_that_cannot_be_read_is_refused(text: str) -> None:
     ("options", "words"),
     [
         ({"methods": ("rigel",)}, "Did you mean 'rigl'"),
-        ({"methods": ()}, r"methods=\(\) names no method; choose from grda, grda-target, sgd, rda"),
+        ({"methods": ()}, r"methods=\(\) names no method; choose from grda, grda-target, grda-macs, sgd, rda"),
         ({"sweeps": {"grda": [1e-3]}}, "--sweep names grda, which is not among --methods"),
         ({"sparsities": (0.5, 1.5)}, "sparsity=1.5"),
         ({"seeds": 0}, "seeds=0"),
@@ -441,7 +443,7 @@ def test_the_ranking_tells_what_pruning_costs_against_dense_training_of_the_same
         ended(trial, trial.pruner.value or 0.0, test_accuracy=accuracies[trial.pruner.name, trial.seed])
         for trial in planned
     ]
-    first, pruned = comparison.ranking(rows, [0.9])
+    first, pruned = comparison.ranking(rows, [Level(0.9)])
     assert (pruned.gap, pruned.seeds) == (-0.75, 2)
     assert pruned.gap_margin == pytest.approx(0.25 * 12.706, abs=1e-3)  # t(0.975) for one degree of freedom
     assert math.isnan(first.gap)
@@ -459,12 +461,12 @@ def test_times_of_different_devices_are_not_averaged() -> None:
         for name in [trial.pruner.name]
     ]
     rows[-1] = replace(rows[-1], row=replace(rows[-1].row, device="GPU", seconds=6.0))
-    seconds = {row.method: row.seconds for row in comparison.ranking(rows, [0.5])}
+    seconds = {row.method: row.seconds for row in comparison.ranking(rows, [Level(0.5)])}
     assert seconds == {"sgd": 2.0, "rigl": 4.0, "str": 6.0}
     broken = [replace(row, row=replace(row.row, device="CPU", diverged="in step 1")) for row in rows]
     assert "Times and memory are those of runs on GPU; without 1 on CPU." in comparison.notes([*broken, *rows])
     rows[-1] = replace(rows[-1], row=replace(rows[-1].row, device="CPU"))
-    unknown = next(row for row in comparison.ranking(rows, [0.5]) if row.method == "str")
+    unknown = next(row for row in comparison.ranking(rows, [Level(0.5)]) if row.method == "str")
     assert math.isnan(unknown.seconds)
     assert tuple(unknown.cells().values())[-2:] == (NOTHING, NOTHING)
     assert not any("Times" in line for line in comparison.notes(rows[:1]))
@@ -525,7 +527,7 @@ def test_the_tables_stand_for_runs_that_are_elsewhere(tmp_path: Path, monkeypatc
     here, there, only = (tmp_path / name for name in ("here", "there", "only"))
     run(trials_of(), here)
     whole = read(here)
-    comparison.write(whole, here, [0.5])
+    comparison.write(whole, here, [Level(0.5)])
     for folder in (there, only):
         folder.mkdir()
         for name in ("comparison.csv", "layers.csv"):
@@ -543,7 +545,7 @@ def test_the_tables_stand_for_runs_that_are_elsewhere(tmp_path: Path, monkeypatc
     }
     # This run has only begun here; it must not hide the row of the same run, which ended elsewhere.
     runs.create(there / "runs" / "sgd-s0", trials_of(methods=("sgd",))[0])
-    comparison.write(read(there), there, [0.5])
+    comparison.write(read(there), there, [Level(0.5)])
     assert len(read_rows(there / "comparison.csv", Row)) == len(whole) + 2
     with pytest.raises(ValueError, match=r"comparison.csv has runs of resnet18-cifar10 .*epochs=4.*epochs=9"):
         run(trials_of(replace(SHORT, epochs=9), methods=("sgd",)), only)
@@ -564,7 +566,7 @@ def test_a_trial_whose_checkpoints_are_gone_keeps_its_records(tmp_path: Path) ->
 def test_a_trial_that_has_lost_its_last_record_is_not_judged_by_an_earlier_one(tmp_path: Path) -> None:
     planned = trials_of(methods=("grda",), sweeps={"grda": [0.01]})
     run(planned, tmp_path)
-    comparison.write(read(tmp_path), tmp_path, [0.5])
+    comparison.write(read(tmp_path), tmp_path, [Level(0.5)])
     folder = tmp_path / "runs" / run_name(planned[0])
     [row] = [each.row for each in read(tmp_path)]
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -585,7 +587,9 @@ def test_a_trial_that_diverges_is_told_and_the_others_go_on(tmp_path: Path) -> N
         ("rigl-sparsity0.5-s0", "", 4),
     ]
     found = read(tmp_path)
-    assert [row.method for row in comparison.ranking(found, [0.5])] == ["rigl"]  # no number of a broken run is shown
+    assert [row.method for row in comparison.ranking(found, [Level(0.5)])] == [
+        "rigl"
+    ]  # no number of a broken run is shown
     assert any("sgd-s0 diverged" in line for line in comparison.notes(found))
     assert len(run(planned, tmp_path)) == 2  # the run that diverged is not tried again
 
@@ -630,7 +634,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tables_are_those_of_the_networks(compared: Path, tmp_path: Path) -> None:
-    comparison.write(read(compared), tmp_path, [0.5])
+    comparison.write(read(compared), tmp_path, [Level(0.5)])
     rows = {row.run: row for row in read_rows(tmp_path / "comparison.csv", Row)}
     assert len(rows) == 8
     for name, row in rows.items():
@@ -652,7 +656,7 @@ def test_small_files_are_enough_for_tables_and_figures(compared: Path, tmp_path:
     shutil.copytree(compared, brought, ignore=shutil.ignore_patterns("checkpoints", ".lock"))
     written = {}
     for name, folder in (("here", compared), ("there", brought)):
-        paths = comparison.write(read(folder), tmp_path / name, [0.5, 0.9])
+        paths = comparison.write(read(folder), tmp_path / name, [Level(0.5), Level(0.9)])
         written[name] = {path.name: path.read_bytes() for path in paths}
     assert written["here"] == written["there"]
     assert set(written["there"]) == {
@@ -667,10 +671,29 @@ def test_multiplications_left_are_read_between_runs_like_the_accuracy() -> None:
         Point("m", "c=2", 0, 0.975, Reached(92.0, 0.1, 0.2, 0.8)),
     ]
     between = read_at(known, 0.95).reached  # what is left is halved, then halved again
-    assert (between.macs_left, between.first, between.last) == pytest.approx((0.2, 0.15, 0.7))
+    assert (between.macs_left, between.first, between.last) == pytest.approx((0.03**0.5, 0.15, 0.7))
     assert read_at(known, 0.9).reached.macs_left == 0.3
     (place,) = rank([*known, replace(known[0], seed=1, reached=Reached(94.0, 0.5))], [0.9])
     assert place.mean("macs_left") == pytest.approx(0.4)
+
+
+def test_methods_are_ranked_where_equally_many_multiplications_are_left() -> None:
+    """Each method has other weights left there; one whose multiplications nobody knows takes no part."""
+    left = {"rigl": (0.2, 0.05), "str": (0.1, 0.025), "rda": (math.nan, math.nan)}
+    rows = []
+    for name, shares in left.items():
+        knob = trials.contestant(name).knob or ""
+        for zeros, accuracy, share in zip((0.9, 0.975), (94.0, 92.0), shares, strict=True):
+            each = ended(enter(SHORT, name, zeros), zeros, test_accuracy=accuracy, macs_left=share)
+            rows.append(replace(each, row=replace(each.row, knob=knob)))
+    first, second = comparison.ranking(rows, [Level(0.9, MACS)])
+    assert (first.method, first.score, first.weights_left) == ("str", 94.0, 1 - 0.9)
+    assert (second.method, second.score) == ("rigl", pytest.approx(93.0))  # halved, then halved again
+    assert (second.macs_left, second.weights_left) == pytest.approx((0.1, 0.05))
+    assert {(row.of, row.asked_sparsity) for row in (first, second)} == {(MACS, 0.9)}
+    (better, worse) = comparison.pairs(rows, [Level(0.9, MACS)])
+    assert better.cells()["at"] == worse.cells()["at"] == "10% of the multiplications left"
+    assert sorted([better.difference, worse.difference]) == pytest.approx([-1.0, 1.0])
 
 
 def test_tables_from_before_multiplications_were_counted_gain_them(tmp_path: Path) -> None:
@@ -871,7 +894,7 @@ def test_all_values_that_a_trial_may_draw_can_be_used(name: str) -> None:
 
 
 def test_a_row_repeats_its_run_without_its_folder(compared: Path, tmp_path: Path) -> None:
-    comparison.write(read(compared), tmp_path, [0.5])
+    comparison.write(read(compared), tmp_path, [Level(0.5)])
     known = {row.run: row for row in read_rows(tmp_path / "comparison.csv", Row)}
     trust.allow(SHORT.model)
     result = call("rerun", tmp_path, "rigl-sparsity0.5-s1", "--out", tmp_path / "again", "--device", "cpu", "--json")
@@ -979,19 +1002,19 @@ def test_a_language_model_is_compared_by_its_loss_and_tables_are_no_weights(tmp_
     for name in ("adamgrda", "magnitude-scored"):
         assert by_name[name].row.sparsity == pytest.approx(0.8, abs=1e-3)
         assert [bar.layer for bar in by_name[name].layers][:1] == ["blocks.0.qkv"]
-    ranked = comparison.ranking(found, [0.8])
+    ranked = comparison.ranking(found, [Level(0.8)])
     dense = next(row for row in ranked if row.method == "adamw")
     assert (dense.score, dense.measured) == (by_name["adamw"].row.test_loss, "test_loss")
     for row in ranked[1:]:
         assert row.gap == pytest.approx(row.score - dense.score)
     assert {"test loss (nats a byte)"} <= ranked[0].cells().keys()
-    figure = comparison.figures(found, [0.8])["tradeoff"]()
+    figure = comparison.figures(found, [Level(0.8)])["tradeoff"]()
     assert figure.axes[0].get_ylabel() == "test loss (nats a byte)"
 
 
 def test_differences_are_those_of_a_paired_t_test_between_every_two_methods(compared: Path) -> None:
     found = read(compared)
-    pairs = {(pair.method, pair.other): pair for pair in comparison.pairs(found, [0.5])}
+    pairs = {(pair.method, pair.other): pair for pair in comparison.pairs(found, [Level(0.5)])}
     scores = {name: [each.row.test_accuracy for each in found if each.row.method == name] for name in ("sgd", "rigl")}
     expected = ttest_rel(scores["sgd"], scores["rigl"]).confidence_interval(0.95)
     pair, back = pairs["sgd", "rigl"], pairs["rigl", "sgd"]
@@ -1064,10 +1087,10 @@ def test_published_numbers_are_drawn_without_a_run(tmp_path: Path) -> None:
         (["compare"], "RECIPE is missing"),
         (["compare", "--published", "vgg16"], "give resnet50-imagenet"),
         (command("--sparsity", "90"), "write fractions between 0 and 1"),
-        (command("--sparsity", "a"), "is not a list of sparsities"),
+        (command("--sparsity", "a"), "is not a list of shares"),
         (command("--methods", "rigel"), "Did you mean 'rigl'"),
         (command("--methods", ""), "--methods is empty; give a value, or leave it out"),
-        (command("--methods", " , "), "choose from grda, grda-target, sgd, rda"),
+        (command("--methods", " , "), "choose from grda, grda-target, grda-macs, sgd, rda"),
         (command("--minutes", 0), "--minutes 0 leaves no time to train; give more than 0"),
         (command("--minutes=-1"), "--minutes -1 leaves no time"),
         (command("--minutes", "nan"), "--minutes nan leaves no time"),

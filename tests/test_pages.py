@@ -130,7 +130,7 @@ def test_the_command_writes_what_the_runs_say(tmp_path: Path) -> None:
 
 def test_the_page_of_a_comparison_ranks_and_lists_every_run(comparison: Path) -> None:
     text = Read(comparison).text
-    for told in ("At 50% zeros", "gRDA", "STR", "c=0.02", "decay=0.03", "SGD (dense)", "MACs left (%)"):
+    for told in ("At 50% of the weights zero", "gRDA", "STR", "c=0.02", "decay=0.03", "SGD (dense)", "MACs left (%)"):
         assert told in text
 
 

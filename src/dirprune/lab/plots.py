@@ -32,6 +32,7 @@ PALETTE = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E
 
 METHODS = {
     "grda target": ("#312D1E", "H"),
+    "grda macs": ("#370039", "8"),
     "grda": (PALETTE[1], "o"),
     "magnitude": (PALETTE[2], "s"),
     "variational dropout": (PALETTE[3], "^"),

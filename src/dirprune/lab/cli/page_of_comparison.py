@@ -13,6 +13,7 @@ from dirprune.lab.pages.page import Page, Picture, Section, Table
 from dirprune.lab.studies.comparison import tables as comparison
 from dirprune.lab.studies.comparison.rows import Ended, Row
 from dirprune.lab.studies.comparison.tables import PairRow, RankRow
+from dirprune.lab.studies.comparison.tradeoff import Level
 from dirprune.lab.studies.deployment.export import Exported
 from dirprune.lab.text import NOTHING, duration
 from dirprune.lab.training import runs
@@ -25,19 +26,16 @@ _CAPTIONS = {
 
 
 def page_of_comparison(
-    found: Sequence[Ended], out: Path, sparsities: Sequence[float], differences: Sequence[PairRow]
+    found: Sequence[Ended], out: Path, levels: Sequence[Level], differences: Sequence[PairRow]
 ) -> Page:
     """Return the page of the runs of a comparison that have ended: ranking, figures, every run, where it comes from."""
     members = [runs.load(config.parent).read() for config in sorted((out / "runs").glob("*/config.json"))]
     files = {folder.name: told for folder, told in exported(members).items()}
-    ranked = comparison.ranking(found, sparsities)
-    tables = [
-        Table([_standing(row) for row in ranked if row.asked_sparsity in (0.0, asked)], f"At {100 * asked:g}% zeros")
-        for asked in sparsities
-    ]
+    ranked = comparison.ranking(found, levels)
+    tables = [Table([_standing(row) for row in ranked if row.is_at(level)], f"At {level.title}") for level in levels]
     if differences:
         tables.append(Table([row.cells() for row in differences], "Seed by seed", left=2))
-    drawings = comparison.figures(found, sparsities)
+    drawings = comparison.figures(found, levels)
     pictures = {name: _picture(name, draw) for name, draw in drawings.items()}
     shared = distinct(each.row.recipe for each in found)
     told = {

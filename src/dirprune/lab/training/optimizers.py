@@ -216,6 +216,16 @@ class TargetGrda(Sgd):
         return GRDA(groups, lr=self.lr, of=MEASURES[self.of], **options, **self._inertia())
 
 
+@dataclass(frozen=True)
+class MacsGrda(TargetGrda):
+    """gRDA at a target of the multiplications, which a comparison has beside that of the weights."""
+
+    name: ClassVar[str] = "grda-macs"
+    title: ClassVar[str] = "gRDA MACs target"
+
+    of: str = "macs"
+
+
 def _following(plan: Plan | None) -> dict[str, Any]:
     """Return the options that an optimizer with a target takes from the plan of the training."""
     return {"steps": plan.steps, "capturable": plan.captured_on is not None} if plan else {}
@@ -309,7 +319,7 @@ class TargetAdamGrda(Adamw):
 
 
 OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
-    kind.name: kind for kind in (Grda, TargetGrda, Sgd, Rda, TargetAdamGrda, Adamw)
+    kind.name: kind for kind in (Grda, TargetGrda, MacsGrda, Sgd, Rda, TargetAdamGrda, Adamw)
 }
 
 

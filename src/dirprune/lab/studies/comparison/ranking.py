@@ -1,4 +1,4 @@
-"""Rank methods at equal sparsity.
+"""Rank methods at equal sparsity, or at equal multiplications: below, read the share of them that is gone as s.
 
 If a method has no run at sparsity s, its two nearest runs around s are interpolated, linearly in log(1 − s): halving
 the remaining weights counts the same at every sparsity. If all its runs are sparser, the least sparse one is a lower
@@ -25,7 +25,8 @@ SPARSER = math.log(2)
 
 
 class Reached(NamedTuple):
-    """What a network has reached: its score, the fraction of the multiplications left, the zeros of its outer layers.
+    """What a network has reached: its score, the fractions of the multiplications and of the weights that are left, the
+    zeros of its outer layers.
 
     What is not known is NaN.
     """
@@ -34,15 +35,20 @@ class Reached(NamedTuple):
     macs_left: float = math.nan
     first: float = math.nan
     last: float = math.nan
+    weights_left: float = math.nan
 
     def towards(self, other: Reached, way: float) -> Reached:
-        """Return what lies between the two."""
-        return Reached(*(one + way * (two - one) for one, two in zip(self, other, strict=True)))
+        """Return what lies between the two; what is left shrinks by equal factors, the rest changes by equal steps."""
+        between = {name: one + way * (two - one) for name, one, two in zip(self._fields, self, other, strict=True)}
+        for name in ("macs_left", "weights_left"):
+            one, two = getattr(self, name), getattr(other, name)
+            between[name] = one * (two / one) ** way if one > 0 else between[name]
+        return Reached(**between)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A finished run: its method, setting and seed, and what it reached."""
+    """A finished run: its method, setting and seed, and what it reached; ``sparsity`` is of what is compared."""
 
     method: str
     setting: str

@@ -19,7 +19,7 @@ from dirprune.lab.records.files import as_read
 from dirprune.lab.records.tables import read_rows
 from dirprune.lab.studies.comparison.figures import layer_bars
 from dirprune.lab.studies.comparison.ranking import Point, Reached
-from dirprune.lab.studies.comparison.tradeoff import LayerBar
+from dirprune.lab.studies.comparison.tradeoff import WEIGHTS, LayerBar
 from dirprune.lab.studies.comparison.trials import CONTESTANTS, comparable, enter, known_as, setting
 from dirprune.lab.studies.comparison.tuning import OPTIONS, TABLE
 from dirprune.lab.tasks import Images, Measure, Text
@@ -29,7 +29,7 @@ from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe
 from dirprune.lab.training.recipes import departures
 from dirprune.lab.training.runs import History, Outcome
 
-CHOICES = {"optimizer", "method", "options", "c", "lam", "seed"} | FREE_TO_CHANGE
+CHOICES = {"optimizer", "method", "options", "c", "lam", "of", "seed"} | FREE_TO_CHANGE
 """Options in which runs of one comparison may differ."""
 
 TUNED = {"lr", "weight_decay"}
@@ -91,6 +91,10 @@ class Row:
     @property
     def measure(self) -> Measure:
         return (Text if self.task == Text.name else Images).measure
+
+    def gone(self, of: str) -> float:
+        """Return the share of the weights, or of the multiplications, that the zeros take away."""
+        return self.sparsity if of == WEIGHTS else 1 - self.macs_left
 
     @property
     def score(self) -> float:
@@ -211,12 +215,12 @@ class Ended:
     row: Row
     layers: tuple[LayerBar, ...]
 
-    @property
-    def point(self) -> Point:
-        """What it reached, for the ranking."""
+    def point(self, of: str = WEIGHTS) -> Point:
+        """Return what it reached, for a ranking at equal weights or at equal multiplications."""
         row = self.row
         ends = (self.layers[0].sparsity, self.layers[-1].sparsity) if self.layers else (math.nan, math.nan)
-        return Point(row.method, row.setting, row.seed, row.sparsity, Reached(row.score, row.macs_left, *ends))
+        reached = Reached(row.score, row.macs_left, *ends, weights_left=1 - row.sparsity)
+        return Point(row.method, row.setting, row.seed, row.gone(of), reached)
 
 
 def read(out: Path) -> list[Ended]:

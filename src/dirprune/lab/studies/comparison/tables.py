@@ -2,7 +2,7 @@
 
 comparison.csv      one row per run
 layers.csv          one row per layer of a run
-ranking.csv         the methods at every requested sparsity
+ranking.csv         the methods at every requested sparsity, and share of the multiplications
 paired.csv          the differences between every two of them, seed by seed
 tradeoff.png        score against sparsity
 tradeoff-macs.png   score against the share of the multiplications that is gone
@@ -27,7 +27,7 @@ from dirprune.lab.stats import Spread
 from dirprune.lab.studies.comparison import figures as comparison_plots
 from dirprune.lab.studies.comparison.ranking import Reached, Standing, paired_gap, rank
 from dirprune.lab.studies.comparison.rows import Ended, LayerRow, Row, layer_rows
-from dirprune.lab.studies.comparison.tradeoff import Curve, LayerBar, distance
+from dirprune.lab.studies.comparison.tradeoff import MACS, WEIGHTS, Curve, LayerBar, Level, distance
 from dirprune.lab.studies.comparison.trials import known_as
 from dirprune.lab.tasks.measure import ACCURACY, LOSS
 from dirprune.lab.text import NOTHING, duration
@@ -35,8 +35,9 @@ from dirprune.lab.text import NOTHING, duration
 
 @dataclass(frozen=True)
 class RankRow:
-    """A method at a requested sparsity, over its seeds; see `dirprune.lab.studies.comparison.ranking.Standing`.
+    """A method at a requested `Level`, over its seeds; see `dirprune.lab.studies.comparison.ranking.Standing`.
 
+    ``asked_sparsity`` and ``sparsity`` count what ``of`` names: weights, or multiplications that the zeros save.
     ``score`` is what ``measured`` names. ``gap`` is the difference from dense training with the same seeds, and
     ``gap_margin`` half the length of its 95% confidence interval; unknown values are NaN. ``first_layer`` and
     ``last_layer`` are the zeros of these layers. Costs are means over the method's runs on the device that most runs
@@ -60,6 +61,12 @@ class RankRow:
     first_layer: float
     last_layer: float
     commits: str
+    of: str = WEIGHTS
+    weights_left: float = math.nan
+
+    def is_at(self, level: Level) -> bool:
+        """Whether the row belongs into the table of a level: it is there, or dense."""
+        return not self.asked_sparsity or (self.asked_sparsity, self.of) == level
 
     def cells(self) -> dict[str, str]:
         """Return the row as text by column."""
@@ -73,6 +80,7 @@ class RankRow:
             measure.title: _spread(self.score, self.score_std).text(digits),
             "− dense (95%)": gap,
             "n": str(self.seeds),
+            "weights left (%)": _percent(self.weights_left),
             "MACs left (%)": _percent(self.macs_left),
             "first layer zero (%)": _percent(self.first_layer),
             "last": _percent(self.last_layer),
@@ -83,13 +91,13 @@ class RankRow:
 
 _measures = {measure.column: measure for measure in (ACCURACY, LOSS)}
 
-SPARE = ("MiB", "last", "first layer zero (%)", "n", "a run took")
+SPARE = ("MiB", "last", "first layer zero (%)", "n", "a run took", "weights left (%)")
 """Columns that are dropped on a narrow terminal, in this order."""
 
 
 @dataclass(frozen=True)
 class PairRow:
-    """The mean difference between two methods at a sparsity over their common seeds, and its 95% interval's half."""
+    """The mean difference between two methods at a `Level` over their common seeds, and its 95% interval's half."""
 
     asked_sparsity: float
     method: str
@@ -98,6 +106,7 @@ class PairRow:
     difference: float
     margin: float
     seeds: int
+    of: str = WEIGHTS
 
     @property
     def verdict(self) -> str:
@@ -110,7 +119,7 @@ class PairRow:
         """Return the row as text by column."""
         measure = _measures[self.measured]
         return {
-            "zeros (%)": f"{100 * self.asked_sparsity:g}",
+            "at": Level(self.asked_sparsity, self.of).title,
             "method": known_as(self.method).title,
             f"− {known_as(self.other).title}, {measure.title} (95%)": _spread(self.difference, self.margin).text(
                 measure.digits, signed=True
@@ -120,42 +129,44 @@ class PairRow:
         }
 
 
-def write(found: Sequence[Ended], out: Path, sparsities: Sequence[float]) -> list[Path]:
+def write(found: Sequence[Ended], out: Path, levels: Sequence[Level]) -> list[Path]:
     """Write the tables and figures of a comparison, and return their paths."""
     write_rows(out / "comparison.csv", Row, [each.row for each in found])
     write_rows(out / "layers.csv", LayerRow, layer_rows(found))
-    write_rows(out / "ranking.csv", RankRow, ranking(found, sparsities))
-    write_rows(out / "paired.csv", PairRow, pairs(found, sparsities))
+    write_rows(out / "ranking.csv", RankRow, ranking(found, levels))
+    write_rows(out / "paired.csv", PairRow, pairs(found, levels))
     paths = [out / f"{name}.csv" for name in ("comparison", "layers", "ranking", "paired")]
     return paths + [
-        plots.save(plots.literal(draw()), out / f"{name}.png") for name, draw in figures(found, sparsities).items()
+        plots.save(plots.literal(draw()), out / f"{name}.png") for name, draw in figures(found, levels).items()
     ]
 
 
-def figures(found: Sequence[Ended], sparsities: Sequence[float]) -> dict[str, Callable[[], Figure]]:
+def figures(found: Sequence[Ended], levels: Sequence[Level]) -> dict[str, Callable[[], Figure]]:
     """Return how the figures of a comparison are drawn, by the names of their files."""
     drawings: dict[str, Callable[[], Figure]] = {}
     measured = found[0].row.measure.title
     if drawn := curves(found):
         drawings["tradeoff"] = partial(comparison_plots.tradeoff, drawn, measured=measured)
-    counted = curves(found, _macs_gone)
+    counted = curves(found, MACS)
     if not all(curve.is_dense for curve in counted):
         gone = "multiplications gone"
         drawings["tradeoff-macs"] = partial(comparison_plots.tradeoff, counted, counted=gone, measured=measured)
-    for sparsity in sparsities:
+    for sparsity in (level.gone for level in levels if level.of == WEIGHTS):
         if bars := nearest_layers(found, sparsity):
             title = f"runs nearest to {sparsity:.1%}"
             drawings[f"layers-{sparsity:g}"] = partial(comparison_plots.layerwise, bars, title=title)
     return drawings
 
 
-def ranking(found: Iterable[Ended], sparsities: Iterable[float]) -> list[RankRow]:
-    """Return dense training, then the methods ranked at every sparsity; runs that diverged are left out."""
+def ranking(found: Iterable[Ended], levels: Iterable[Level]) -> list[RankRow]:
+    """Return dense training, then the methods ranked at every level; runs that diverged are left out."""
     whole = [each for each in found if not each.row.diverged]
     usual = _usual_device(whole)
     rows = []
     dense = _dense(whole)
-    for place in [*dense, *_standings(whole, sparsities)]:
+    places = [(WEIGHTS, place) for place in dense]
+    places += [(level.of, place) for level in levels for place in _standings(whole, level)]
+    for of, place in places:
         own = [each.row for each in whole if each.row.method == place.method]
         gap = (math.nan, math.nan) if place in dense else paired_gap(place.scores, dense[0].scores if dense else {})
         costs = _costs([row for row in own if row.device == usual])
@@ -179,59 +190,54 @@ def ranking(found: Iterable[Ended], sparsities: Iterable[float]) -> list[RankRow
                 first_layer=place.mean("first"),
                 last_layer=place.mean("last"),
                 commits=" ".join(sorted({row.commit for row in own})),
+                of=of,
+                weights_left=place.mean("weights_left"),
             )
         )
     return rows
 
 
-def pairs(found: Iterable[Ended], sparsities: Iterable[float]) -> list[PairRow]:
-    """Return the differences between every two methods that can be ranked at a sparsity, and from dense training."""
+def pairs(found: Iterable[Ended], levels: Iterable[Level]) -> list[PairRow]:
+    """Return the differences between every two methods that can be ranked at a level, and from dense training."""
     whole = [each for each in found if not each.row.diverged]
     rows = []
-    for asked in sparsities:
-        there = [*_dense(whole), *(place for place in _standings(whole, [asked]) if place.rank)]
+    for level in levels:
+        there = [*_dense(whole), *(place for place in _standings(whole, level) if place.rank)]
         for one, other in permutations(there, 2):
             gap, common = paired_gap(one.scores, other.scores), one.scores.keys() & other.scores.keys()
             if common:
                 measured = whole[0].row.measure.column
-                rows.append(PairRow(asked, one.method, other.method, measured, *gap, len(common)))
+                rows.append(PairRow(level.gone, one.method, other.method, measured, *gap, len(common), level.of))
     return rows
 
 
-def _standings(whole: Sequence[Ended], sparsities: Iterable[float]) -> list[Standing]:
-    sparse = [each.point for each in whole if not each.row.is_dense]
-    return rank(sparse, sparsities, whole[0].row.measure) if sparse else []
+def _standings(whole: Sequence[Ended], level: Level) -> list[Standing]:
+    sparse = [each.point(level.of) for each in whole if not each.row.is_dense]
+    counted = [point for point in sparse if not math.isnan(point.sparsity)]
+    return rank(counted, [level.gone], whole[0].row.measure) if counted else []
 
 
 def _dense(whole: Sequence[Ended]) -> list[Standing]:
     """Return how dense training stands, if it was run."""
-    points = [each.point for each in whole if each.row.is_dense]
-    reached = {point.seed: Reached(point.reached.score, 1.0, 0.0, 0.0) for point in points}
+    points = [each.point() for each in whole if each.row.is_dense]
+    reached = {point.seed: Reached(point.reached.score, 1.0, 0.0, 0.0, 1.0) for point in points}
     return [Standing(0.0, 0, points[0].method, 0.0, reached, "dense")] if points else []
 
 
-def _sparsity(row: Row) -> float:
-    return row.sparsity
-
-
-def _macs_gone(row: Row) -> float:
-    return 1 - row.macs_left
-
-
-def curves(found: Iterable[Ended], gone: Callable[[Row], float] = _sparsity) -> list[Curve]:
+def curves(found: Iterable[Ended], of: str = WEIGHTS) -> list[Curve]:
     """Return a curve of the score against what is gone per method: means and stds over the seeds of each setting.
 
-    ``gone`` tells the fraction for a run; settings of which it is not known are left out.
+    Settings of which it is not known are left out.
     """
     by_method: dict[str, dict[str, list[Row]]] = {}
     for each in found:
-        if not each.row.diverged and (each.row.is_dense or not math.isnan(gone(each.row))):
+        if not each.row.diverged and (each.row.is_dense or not math.isnan(each.row.gone(of))):
             by_method.setdefault(each.row.title, {}).setdefault(each.row.setting, []).append(each.row)
     made = []
     for title, settings in by_method.items():
         scores = [_both(Spread.of([row.score for row in rows])) for rows in settings.values()]
         is_dense = "" in settings
-        zeros = [0.0 if is_dense else Spread.of([gone(row) for row in rows]).mean for rows in settings.values()]
+        zeros = [0.0 if is_dense else Spread.of([row.gone(of) for row in rows]).mean for rows in settings.values()]
         made.append(Curve(title, zeros, [mean for mean, _ in scores], [std for _, std in scores], is_dense))
     return made
 

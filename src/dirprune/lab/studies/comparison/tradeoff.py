@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 STEM, SHORTCUT = "stem conv", "shortcut"
 """The kinds of layers that do not follow from the shape; the others are "conv 3×3", "conv 1×1", …, "linear"."""
+
+WEIGHTS, MACS = "weights", "macs"
+"""What is counted: zeros among the weights, or multiplications that they save."""
 
 APART = math.log(8)
 """Runs at a larger `distance` from each other are not interpolated: a straight line from a good network to one that a
@@ -26,6 +30,23 @@ def distance(one: float, other: float) -> float:
 def _left(sparsity: float) -> float:
     """Return the logarithm of the fraction of remaining weights, at least log 1e-12 for a network without any."""
     return math.log(max(1 - sparsity, 1e-12))
+
+
+class Level(NamedTuple):
+    """Where methods are compared: how much is gone, ``of`` the weights or of the multiplications.
+
+    >>> Level(0.95).title, Level(0.9, MACS).title
+    ('95% of the weights zero', '10% of the multiplications left')
+    """
+
+    gone: float
+    of: str = WEIGHTS
+
+    @property
+    def title(self) -> str:
+        if self.of == WEIGHTS:
+            return f"{100 * self.gone:g}% of the weights zero"
+        return f"{100 * (1 - self.gone):g}% of the multiplications left"
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,12 @@ DECAYS = (5e-4, 2e-3, 0.0)
 _RAMP = {"start": (0.0, 0.1, 0.2), "end": (0.4, 0.5, 0.6, 0.75, 0.9)}
 _ACDC = {"phase": (0.025, 0.05, 0.1), "end": (0.8, 0.85, 0.9)}
 _TARGET = {"shape": ("soft", "garrote", "hard")}
+_SGD_TARGET: Mapping[str, Sequence[Option]] = {**_TARGET, "prune_from": (0.0, 0.1), "prune_until": (0.3, 0.5, 0.7)}
 
 OPTIONS: Mapping[str, Mapping[str, Sequence[Option]]] = {
     "grda": {"mu": (0.51, 0.6, 0.7, 0.8)},
-    "grda-target": {**_TARGET, "prune_from": (0.0, 0.1), "prune_until": (0.3, 0.5, 0.7)},
+    "grda-target": _SGD_TARGET,
+    "grda-macs": _SGD_TARGET,
     "adamgrda": {**_TARGET, "power": (0.0, 0.5), "prune_until": (0.25, 0.5), "fix_at": (0.55, 0.8)},
     "magnitude": _RAMP,
     "magnitude-global": _RAMP,

@@ -22,6 +22,7 @@ from dirprune.lab.cli.options import (
     fractions,
 )
 from dirprune.lab.cli.output import HtmlOption, JsonOption, Output
+from dirprune.lab.studies.comparison.tradeoff import MACS, Level
 
 if TYPE_CHECKING:
     from dirprune.lab.studies.comparison.trials import Settings
@@ -44,6 +45,10 @@ def compare(
     sparsity: Annotated[
         str, typer.Option(help="Sparsities to compare at; also the targets of methods that take one.")
     ] = "0.8,0.9,0.95",
+    macs: Annotated[
+        str | None,
+        typer.Option(help="Shares of the multiplications left to compare at, too, e.g. 0.1,0.05.", show_default="none"),
+    ] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(help="Values of a method's knob, e.g. grda:c=8e-5,2e-4; repeatable.", show_default="by recipe"),
@@ -85,6 +90,8 @@ def compare(
             _draw_published(published, out, output)
             return
         asked = fractions("--sparsity", sparsity)
+        levels = [Level(share) for share in asked]
+        levels += [Level(round(1 - left, 12), MACS) for left in (fractions("--macs", macs) if macs else ())]
         interruption = Interruption(minutes)
         if train:
             from dirprune.lab.cli.follow import surroundings
@@ -104,7 +111,7 @@ def compare(
             if settings is None:  # stopped
                 return
             _train(study, settings)
-        _conclude(out, asked, output, against, html=html)
+        _conclude(out, levels, output, against, html=html)
 
 
 @app.command()
@@ -265,7 +272,7 @@ def _latest(sweeps: Mapping[str, Sequence[float]]) -> str:
     return ", ".join(setting(contestant(name).knob, values[-1]) for name, values in sweeps.items())
 
 
-def _conclude(out: Path, sparsities: Sequence[float], output: Output, against: str | None, *, html: bool) -> None:
+def _conclude(out: Path, levels: Sequence[Level], output: Output, against: str | None, *, html: bool) -> None:
     """Show the ranking of the runs that have ended so far, and write tables and figures."""
     from dirprune.lab.studies.comparison import rows as runs
     from dirprune.lab.studies.comparison import tables as comparison
@@ -277,28 +284,25 @@ def _conclude(out: Path, sparsities: Sequence[float], output: Output, against: s
             raise ValueError(f"{out} holds no comparison; give the --out of one, or train one: dirprune compare RECIPE")
         say(f"No run in {out / 'runs'} has ended yet.")
         return
-    rows = comparison.ranking(found, sparsities)
+    rows = comparison.ranking(found, levels)
     for row in rows:
         output.record(asdict(row))
-    for sparsity in sparsities:
-        cells = [row.cells() for row in rows if row.asked_sparsity in (0.0, sparsity)]
-        title = f"\nAt {100 * sparsity:g}% of the weights zero"
-        output.rows(title, cells, left=3, spare=comparison.SPARE)
+    for level in levels:
+        cells = [row.cells() for row in rows if row.is_at(level)]
+        output.rows(f"\nAt {level.title}", cells, left=3, spare=comparison.SPARE)
     other = against or next((row.method for row in rows if row.method in TARGETED), None)
-    if differences := [row for row in comparison.pairs(found, sparsities) if row.other == other]:
+    if differences := [row for row in comparison.pairs(found, levels) if row.other == other]:
         output.rows("\nSeed by seed", [row.cells() for row in differences], left=2)
     elif against:
         raise ValueError(f"--against {against}: no run of that name can be compared in {out}; name one of the table")
     for line in comparison.notes(found):
         output.tell(line)
-    paths = comparison.write(found, out, sparsities)
+    paths = comparison.write(found, out, levels)
     if html:
         from dirprune.lab.cli.page_of_comparison import page_of_comparison
         from dirprune.lab.cli.page_of_runs import write_with_progress
 
-        paths.append(
-            write_with_progress(page_of_comparison(found, out, sparsities, differences), out / "comparison.html")
-        )
+        paths.append(write_with_progress(page_of_comparison(found, out, levels, differences), out / "comparison.html"))
     for path in paths:
         output.tell(f"written: {path}")
     output.tell(f"dirprune rerun {out} RUN repeats a run of comparison.csv, for example {found[0].row.run}.")

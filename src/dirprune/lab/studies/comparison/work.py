@@ -14,6 +14,7 @@ from pathlib import Path
 from dirprune.lab.studies.comparison.ranking import read_at
 from dirprune.lab.studies.comparison.rows import Ended, Row, free, noted, read, shared
 from dirprune.lab.studies.comparison.tables import ranking
+from dirprune.lab.studies.comparison.tradeoff import Level
 from dirprune.lab.studies.comparison.trials import TARGETED, Settings, comparable, rounded, run_name
 from dirprune.lab.studies.comparison.tuning import Trial
 from dirprune.lab.training import runs
@@ -91,7 +92,7 @@ def wider(planned: Sequence[Recipe], found: Sequence[Ended], sparsities: Sequenc
 def judged(folder: Path, number: int, settings: Mapping[str, Settings], sparsity: float) -> list[Trial]:
     """Return the score of every method in a trial, whose runs are in a folder of their own."""
     found = read(folder)
-    scores = {row.method: row.score for row in ranking(found, [sparsity]) if row.rank or not row.asked_sparsity}
+    scores = {row.method: row.score for row in ranking(found, [Level(sparsity)]) if row.rank or not row.asked_sparsity}
     trials = []
     for name, options in settings.items():
         own = [each.row for each in found if each.row.method == name]
@@ -116,7 +117,7 @@ def _missing(found: Sequence[Ended], values: Sequence[float], sparsities: Sequen
         rows = sorted((one.row for one in own), key=lambda row: row.sparsity)
         beyond, between = [], []
         for sparsity in sparsities:
-            reading = read_at([one.point for one in own], sparsity)
+            reading = read_at([one.point() for one in own], sparsity)
             if reading.is_there and not reading.at_least:
                 continue
             weaker = [row for row in rows if row.sparsity < sparsity]
