@@ -80,7 +80,5 @@ def fractions(option: str, text: str) -> list[float]:
     except ValueError:
         values = []
     if not values or not all(0 < value < 1 for value in values):
-        raise ValueError(
-            f"{option} {text!r} is not a list of shares; write fractions between 0 and 1, e.g. 0.8,0.9"
-        )
+        raise ValueError(f"{option} {text!r} is not a list of shares; write fractions between 0 and 1, e.g. 0.8,0.9")
     return list(dict.fromkeys(values))
