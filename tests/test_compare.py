@@ -856,6 +856,23 @@ def test_every_method_has_as_many_trials_on_held_out_data_and_then_trains_on_all
     assert (out / tuning.TABLE).read_bytes() == before
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_runs_start_from_the_dense_network_of_their_seed_and_trials_from_one_that_saw_no_held_out_data(
+    tmp_path: Path,
+) -> None:
+    dense, out = tmp_path / "dense", tmp_path / "out"
+    objects(call(*command("--methods", "sgd", "--seeds", 2, "--tune", 1, "--sparsity", 0.5, "--out", dense)))
+    words = command("--methods", "grda-target", "--sparsity", 0.5, "--tune", 1, "--epochs", 1, "--from", dense)
+    objects(call(*words, "--seeds", 2, "--out", out))
+    for run in ("runs/{}-s0", "runs/{}-s1", "tuning/0/runs/{}-s100"):
+        recipe = runs.load(out / run.format("grda-target-sparsity0.5")).recipe
+        assert recipe.start == str(dense / run.format("sgd"))
+        assert runs.load(Path(recipe.start)).recipe.task == recipe.task  # the same data are held out
+    refused = call(*words, "--seeds", 3, "--out", out)
+    assert "has no dense run of seed 2; give a run, a file, or a comparison" in refused.stderr
+    assert enter(recipes.get("digits").but(start="somewhere"), "narrow", 0.5).start == ""
+
+
 def trial(method: str, number: int, score: float, **settings: float) -> tuning.Trial:
     return tuning.Trial(method, number, 0.9, json.dumps(settings), score, 1, 1.0, "")
 

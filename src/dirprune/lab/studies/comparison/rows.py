@@ -29,7 +29,7 @@ from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe
 from dirprune.lab.training.recipes import departures
 from dirprune.lab.training.runs import History, Outcome
 
-CHOICES = {"optimizer", "method", "options", "c", "lam", "of", "seed"} | FREE_TO_CHANGE
+CHOICES = {"optimizer", "method", "options", "c", "lam", "of", "seed", "start"} | FREE_TO_CHANGE
 """Options in which runs of one comparison may differ."""
 
 TUNED = {"lr", "weight_decay"}

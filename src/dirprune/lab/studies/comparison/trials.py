@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from dirprune.lab import models
 from dirprune.lab.methods import METHODS, Method, MethodSpec, Narrow, Option, Variant
 from dirprune.lab.names import unknown
+from dirprune.lab.studies.comparison.origins import starting
 from dirprune.lab.training import recipes
 from dirprune.lab.training.costs import classes_of
 from dirprune.lab.training.optimizers import OPTIMIZERS, Grda, OptimizerSpec
@@ -71,18 +73,21 @@ Settings = Mapping[str, Option]
 def enter(recipe: Recipe, name: str, value: float | None, settings: Settings | None = None) -> Recipe:
     """Return the recipe with the contestant called ``name``, its knob at ``value`` and its options as in ``settings``.
 
+    From trained weights, an optimizer of ours has its options for fine-tuning unless ``settings`` has others.
+
     >>> run_name(enter(recipes.get("digits"), "magnitude-global", 0.9, {"lr": 0.2, "end": 0.5}))
     'magnitude-global-sparsity0.9-s0'
     """
     knob = contestant(name).knob
     options = dict(settings or {}) | ({} if knob is None or value is None else {knob: value})
     if name not in METHODS:
-        return recipe.but(optimizer=name, method=None, **options)
+        usual = OPTIMIZERS[name].fine_tuning if recipe.start else {}
+        return recipe.but(optimizer=name, method=None, **{**usual, **options})
     takes = inspect.signature(METHODS[name].kind).parameters
     own = {option: options.pop(option) for option in list(options) if option in takes}
     if METHODS[name].kind is Narrow and value is not None:
         own["of"] = recipe.model
-        options["model"] = _narrow(recipe, value)
+        options |= {"model": _narrow(recipe, value), "start": ""}  # trained weights do not fit
     return recipe.but(optimizer=recipe.optimizer.dense, method=MethodSpec.of(name, **own), **options)
 
 
@@ -131,6 +136,7 @@ def plan(
     sweeps: Mapping[str, Sequence[float]] | None = None,
     settings: Mapping[str, Settings] | None = None,
     layers: Mapping[tuple[int, float], str] | None = None,
+    source: Path | None = None,
     batches: int,
 ) -> list[Recipe]:
     """Return the runs of a comparison: all methods with the first seed, then all with the next.
@@ -143,9 +149,9 @@ def plan(
         sweeps: values of the knob by method, instead of the sparsities or the `default_sweep`.
         settings: options by method, instead of the recipe's and its usual ones.
         batches: steps per epoch, on which the default sweeps depend.
-
         layers: the zeros of each layer, by seed and sparsity, of the runs whose masks are shuffled; runs of "shuffled"
             are planned for these alone.
+        source: where trained weights are that the runs start from, see `starting`.
 
     Raises:
         ValueError: a method or a value cannot be used.
@@ -173,6 +179,8 @@ def plan(
         raise ValueError(f"{SHUFFLED} takes its masks from {' or '.join(TARGETED)}; add the one that fits the recipe")
     planned = []
     for seed in range(recipe.seed, recipe.seed + seeds):
+        base = recipe.but(seed=seed)
+        base = starting(base, source) if source else base
         for name, values in swept.items():
             for value in values:
                 own = dict(settings.get(name, {}))
@@ -180,7 +188,7 @@ def plan(
                     if value is None or (seed, value) not in layers:
                         continue
                     own["layers"] = layers[seed, value]
-                planned.append(enter(recipe.but(seed=seed), name, value, own))
+                planned.append(enter(base, name, value, own))
     return planned
 
 

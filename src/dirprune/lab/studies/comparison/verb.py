@@ -64,6 +64,12 @@ def compare(
     epochs: Annotated[int | None, typer.Option(help="Length of every run.", show_default="the recipe's")] = None,
     lr: Annotated[float | None, typer.Option(help="Base learning rate.", show_default="the recipe's")] = None,
     model: ModelOption = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="Start from these weights: a run, a file, or a comparison's dense run of the same seed."
+        ),
+    ] = None,
     precision: StepPrecisionOption = None,
     at_once: AtOnceOption = None,
     cluster: ClusterOption = None,
@@ -106,7 +112,7 @@ def compare(
             base = changed(recipes.find(recipe), **changes)
             given = trials.read_sweeps(sweep or [])
             here = surroundings(device, data, interruption, at_once, cluster)
-            study = Study(base, names, asked, seeds, given, out, here, interruption, output)
+            study = Study(base, names, asked, seeds, given, start, out, here, interruption, output)
             settings = _tuned(study, tune) if tune else {}
             if settings is None:  # stopped
                 return
@@ -172,6 +178,7 @@ class Study:
     sparsities: Sequence[float]
     seeds: int
     sweeps: Mapping[str, Sequence[float]]
+    source: Path | None
     out: Path
     here: Surroundings
     interruption: Interruption
@@ -247,6 +254,7 @@ def _train(study: Study, settings: Mapping[str, Settings]) -> bool:
             sweeps=sweeps,
             settings=settings,
             layers=layers,
+            source=study.source,
             batches=batches,
         )
         steps = compare(planned, study.out, study.here)
