@@ -33,6 +33,7 @@ TESTS = {
     "optim/threshold.py": ("test_target.py", "test_optim.py", "test_adam.py"),
     "optim/target.py": ("test_target.py", "test_adam.py"),
     "optim/selection.py": ("test_target.py", "test_adam.py"),
+    "optim/following.py": ("test_target.py", "test_adam.py"),
     "optim/grda.py": ("test_optim.py", "test_target.py"),
     "optim/adam.py": ("test_adam.py",),
     "lab/methods/magnitude.py": ("test_baselines_masks.py", "test_baselines_weights.py"),

@@ -16,12 +16,13 @@ from torch.optim.optimizer import Optimizer
 from dirprune._support.graphs import is_capturing
 from dirprune._support.rates import number, place_lr
 from dirprune.optim.adoption import Written, adopt_weights
+from dirprune.optim.following import Follower, progress
 from dirprune.optim.guard import Guard
 from dirprune.optim.options import check_options
-from dirprune.optim.outlook import OUTLOOK_AFTER, warn_of_extremes, warn_of_stillness
+from dirprune.optim.outlook import OUTLOOK_AFTER, warn_of_extremes
 from dirprune.optim.paths import check_parameters, fused_obstacle, scalar_device
-from dirprune.optim.selection import Member, Sample, smallest, summed
-from dirprune.optim.state import Loading, check_form, first_state, fix_zeros, local, widen
+from dirprune.optim.selection import Member
+from dirprune.optim.state import Loading, check_form, first_state, local, widen
 from dirprune.optim.target import Plan, Progress
 from dirprune.optim.threshold import are_numbers
 
@@ -43,20 +44,18 @@ class Thresholded(Optimizer):
         check_options(defaults)
         self._launchers: dict[tuple[int, torch.device], Any] = {}
         self._versions: list[list[int]] = []
-        self._sample: tuple[list[Tensor], Sample] | None = None
         self._taken = 0
         self._is_recording = False
         self._guard = Guard()
-        self._stillness: Tensor | None = None
+        self._follower = Follower()
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._versions = []
-        self._sample = None
         self._taken = 0
         self._is_recording = False
-        self._stillness = None
+        self._follower = Follower()
         self.__dict__.setdefault("_launchers", {})  # kept when a state is loaded: captured graphs read their tables
         self.__dict__.setdefault("_guard", Guard())
 
@@ -66,7 +65,7 @@ class Thresholded(Optimizer):
         With a fixed ``c`` its parameters start at threshold 0, however late they are added; with a target they join at
         the common threshold, and have to be added before the zeros are fixed.
         """
-        plan: Plan | None = self.defaults["plan"]
+        plan = self._plan
         if plan is not None and param_group.get("c", 0.0) != 0:
             raise ValueError(
                 f"c={param_group['c']} and target={plan.target} exclude each other; give one of them (in groups that "
@@ -87,9 +86,14 @@ class Thresholded(Optimizer):
             raise
         place_lr(group)
 
+    @property
+    def _plan(self) -> Plan | None:
+        plan: Plan | None = self.defaults["plan"]
+        return plan
+
     def plan(self, *, steps: int) -> None:
         """Say how many steps the run takes, if this was not known when the optimizer was made with a target."""
-        plan: Plan | None = self.defaults["plan"]
+        plan = self._plan
         if plan is None:
             raise ValueError(f"steps={steps} are planned for a target, and there is none; give e.g. target=0.95")
         if plan.step and steps != plan.steps:
@@ -102,16 +106,10 @@ class Thresholded(Optimizer):
     def progress(self) -> Progress:
         """Return how far the target is reached."""
         self.skipped()
-        self._tell_of_stillness()
-        plan: Plan | None = self.defaults["plan"]
-        if plan is None:
+        self._follower.tell_of_stillness()
+        if self._plan is None:
             raise ValueError("progress is that of a target, and there is none; for its zeros, see sparsity(model)")
-        members = self._members()
-        counts = [count_zeros(m) for m in members]
-        total = sum(m.total for m in members)
-        share = sum(zeros * m.cost for zeros, m in zip(counts, members, strict=True)) / total if total else 0.0
-        weights = sum(m.p.numel() for m in members)
-        return Progress(plan.step, plan.length, sum(counts), weights, share, plan.target, plan.of, plan.is_fixed)
+        return progress(self._plan, self._members())
 
     def relative_threshold(self) -> float:
         """Return τ/rms(v) over all weights that are thresholded: it says how strong pruning is in any network.
@@ -149,7 +147,7 @@ class Thresholded(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the plan of a target as plain values, and how many steps were skipped."""
         state, skipped = super().state_dict(), self.skipped()
-        self._tell_of_stillness()
+        self._follower.tell_of_stillness()
         for group in state["param_groups"]:
             if group["plan"] is not None:
                 group["plan"] = group["plan"].to_dict()
@@ -212,18 +210,19 @@ class Thresholded(Optimizer):
         is_planned = not self._leaves_plan()
         if is_planned:
             self._adopt()
-            self._raise_thresholds()
+            if self._plan is not None:
+                self._follower.raise_thresholds(self._plan, self)
         fine = self._look_at_gradients()
         if fine is not False:
             for index, group in enumerate(self.param_groups):
                 self._step_group(index, group, fine)
             self._threshold_all()
-        if is_planned:
-            self._fix_zeros()
+        if is_planned and self._plan is not None:
+            self._follower.fix_zeros(self._plan, self)
         if not torch.compiler.is_compiling():
             self._versions = [_versions(group) for group in self.param_groups]
             self._taken += 1
-            if self._taken == OUTLOOK_AFTER and self.defaults["plan"] is None:
+            if self._taken == OUTLOOK_AFTER and self._plan is None:
                 warn_of_extremes(self._thresholded(), self.state)
         return loss
 
@@ -235,7 +234,7 @@ class Thresholded(Optimizer):
         """
         before, self._is_recording = self._is_recording, True
         try:
-            for p, group, *_ in self._thresholded() if self.defaults["plan"] is not None else ():
+            for p, group, *_ in self._thresholded() if self._plan is not None else ():
                 state = self.begin(p, group)  # a graph has to know the zeros before they are fixed
                 state.setdefault("pruned", torch.zeros_like(state["accumulator"], dtype=torch.bool))
             yield
@@ -251,15 +250,17 @@ class Thresholded(Optimizer):
         """
         with torch.no_grad():
             self._adopt()
-            self._raise_thresholds()
+            if self._plan is not None:
+                self._follower.raise_thresholds(self._plan, self)
         yield
         with torch.no_grad():
-            self._fix_zeros()
+            if self._plan is not None:
+                self._follower.fix_zeros(self._plan, self)
         self._versions = [_versions(group) for group in self.param_groups]
 
     def _leaves_plan(self) -> bool:
         """Return whether this step is recorded or rehearsed, and leaves the plan of a target as it is."""
-        plan: Plan | None = self.defaults["plan"]
+        plan = self._plan
         if plan is None or torch.compiler.is_compiling() or self._is_recording:
             return self._is_recording
         if any(is_capturing(p.device) for p, *_ in self._thresholded()[:1]):
@@ -338,8 +339,7 @@ class Thresholded(Optimizer):
 
     def _thresholded(self) -> list[tuple[Tensor, dict[str, Any], float, float]]:
         """Return (parameter, group, scale, cost) of all weights that are thresholded."""
-        plan: Plan | None = self.defaults["plan"]
-        counts_cost = plan is not None and plan.of == "cost"
+        counts_cost = self._plan is not None and self._plan.of == "cost"
         return [
             (p, group, group["scale"], group["cost"] if counts_cost else 1.0)
             for group in self.param_groups
@@ -361,59 +361,6 @@ class Thresholded(Optimizer):
             for (p, _, scale, cost), v in zip(parts, vs, strict=True)
         ]
 
-    def _sampled(self, members: list[Member]) -> Sample:
-        if self._sample is None or [id(m.p) for m in members] != list(map(id, self._sample[0])):
-            self._sample = [m.p for m in members], Sample(members)
-        return self._sample[1]
-
-    def _tell_of_stillness(self, *, wait: bool = True) -> None:
-        """Warn once if soft thresholding will fail; without ``wait``, leave it for when the host waits anyway."""
-        if wait and self._stillness is not None:
-            moved, self._stillness = float(self._stillness), None
-            warn_of_stillness(moved)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _raise_thresholds(self) -> None:
-        """Follow the plan of a target, if there is one, up to the next step's threshold."""
-        plan: Plan | None = self.defaults["plan"]
-        if plan is None:
-            return
-        if plan.step == 0:
-            members = self._members()
-            plan.check(members)
-            self._sampled(members).start(members)
-        if plan.looks:
-            members = self._members()
-            sample = self._sampled(members)
-            if plan.is_halfway and any(g["shape"] == "soft" and not g.get("rescale") for g in self.param_groups):
-                moved = sample.moved(members)
-                self._stillness = None if moved is None else moved / plan.threshold.to(moved)
-                self._tell_of_stillness(wait=members[0].v.is_cpu)
-            plan.place(self.state[members[0].p]["threshold"].device)
-            plan.aim(sample.threshold(members, plan.share(plan.step + plan.horizon)))
-        if plan.advance():
-            followers = [(self.begin(p, group)["threshold"], scale) for p, group, scale, _ in self._thresholded()]
-            plan.place(followers[0][0].device)  # a loaded plan may be elsewhere
-            scaled = {scale: plan.threshold * scale for scale in {scale for _, scale in followers}}
-            torch._foreach_copy_([threshold for threshold, _ in followers], [scaled[scale] for _, scale in followers])
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _fix_zeros(self) -> None:
-        """Fix the zeros of a target after the step that the plan says."""
-        plan: Plan | None = self.defaults["plan"]
-        if plan is None or plan.step != plan.last:
-            return
-        self._tell_of_stillness()
-        members = self._members()
-        plan.check(members)
-        zeros = smallest(members, plan.goal(members), plan.least(members))
-        plan.threshold = torch.maximum(plan.threshold, zeros.top.to(plan.threshold))
-        for (p, group, *_), m, mask, bound in zip(
-            self._thresholded(), members, zeros.masks, zeros.bounds.unbind(), strict=True
-        ):
-            tau = torch.where(bound < zeros.top, bound, plan.threshold.to(bound)) * m.scale
-            fix_zeros(p, self.state[p], mask, tau, group["shape"], rescale=group.get("rescale", False))
-
 
 def planned(target: float | None, steps: int | None, c: float | None, of: str, **phases: Any) -> Plan | None:
     """Return the plan of a target, or None without one; c and a target exclude each other."""
@@ -424,11 +371,6 @@ def planned(target: float | None, steps: int | None, c: float | None, of: str, *
     if c is not None:
         raise ValueError(f"c={c} and target={target} exclude each other: the target finds c by itself; give one")
     return Plan(target, steps, of, **phases)
-
-
-def count_zeros(member: Member) -> int:
-    """Return how many weights of a tensor are zero, on all processes."""
-    return int(summed((local(member.p) == 0).sum(), member.shards))
 
 
 def _versions(group: dict[str, Any]) -> list[int]:
