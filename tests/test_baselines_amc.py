@@ -12,7 +12,7 @@ from dirprune.lab import data, models
 from dirprune.lab.methods.amc import NOISE, Amc, describe, play, search
 from dirprune.lab.methods.ddpg import MEMORY, Agent
 from dirprune.lab.methods.magnitude import Magnitude
-from dirprune.lab.methods.method import prunable
+from dirprune.lab.models.weights import prunable
 
 
 class Redundant(nn.Module):

@@ -19,8 +19,8 @@ from dirprune.lab import models
 from dirprune.lab.methods import MethodSpec
 from dirprune.lab.methods.magnitude import Magnitude, cubic_sparsity, global_masks, layer_masks
 from dirprune.lab.methods.masks import Masked, keep_largest, whole_counts
-from dirprune.lab.methods.method import prunable
 from dirprune.lab.methods.rigl import RigL
+from dirprune.lab.models.weights import prunable
 
 METHODS: list[Callable[[], Masked]] = [
     lambda: Magnitude(sparsity=0.7, every=2),

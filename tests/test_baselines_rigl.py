@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from dirprune.lab import models
-from dirprune.lab.methods.method import prunable
 from dirprune.lab.methods.random_mask import RandomMask, erk_densities
 from dirprune.lab.methods.rigl import RigL, drop_fraction, move_connections
+from dirprune.lab.models.weights import prunable
 
 
 def by_bisection(shapes: list[torch.Size], density: float) -> list[float]:

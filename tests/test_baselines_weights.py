@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from dirprune.lab.methods import Amc, Magnitude, Method, RigL, Str, VariationalDropout
-from dirprune.lab.methods.method import prunable
+from dirprune.lab.models.weights import prunable
 
 STEPS = 12
 

@@ -21,11 +21,11 @@ from dirprune.lab.models import (
     resnet18,
     resnet50,
     resnet_small,
-    size,
     small,
     vgg16,
     wide_resnet,
 )
+from dirprune.lab.models.weights import size
 
 Weights = dict[str, Tensor]
 

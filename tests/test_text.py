@@ -17,7 +17,7 @@ from dirprune.lab.cli import app as cli
 from dirprune.lab.data.loader import Batching
 from dirprune.lab.data.text import WindowLoader, corpus, fingerprint, read_parts
 from dirprune.lab.methods import Magnitude, Method, Pat
-from dirprune.lab.methods.method import prunable
+from dirprune.lab.models.weights import prunable
 from dirprune.lab.tasks import Text
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.execution import Execution, PlainScoring

@@ -35,7 +35,7 @@ from dirprune._support.modes import seeded
 from dirprune.lab.methods.ddpg import Agent
 from dirprune.lab.methods.magnitude import layer_masks
 from dirprune.lab.methods.masks import Masked
-from dirprune.lab.methods.method import Weight, prunable
+from dirprune.lab.models.weights import Weight, prunable
 from dirprune.lab.ranges import BELOW_ONE, COUNT, FRACTION, SEED, check
 
 NOISE = 0.5

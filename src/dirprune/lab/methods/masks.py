@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from dirprune.lab.methods.method import Method, prunable
+from dirprune.lab.methods.method import Method
+from dirprune.lab.models.weights import prunable
 
 
 class Masked(Method):

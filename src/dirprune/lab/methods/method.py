@@ -14,7 +14,6 @@ are left alone. A preset sparsity is a fraction of these weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -22,18 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dirprune import SparsityReport, sparsity
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight: its name in the model, the parameter, and its places: modules, each with the attribute that holds it.
-
-    There are several places if modules share the weight.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    places: tuple[tuple[nn.Module, str], ...]
+from dirprune.lab.models.weights import Weight
 
 
 class Method:
@@ -141,27 +129,3 @@ class Reparametrised(Method):
         weights, state = self.weights(), self.model.state_dict()
         plain = {name: weights[first] for name, first in self._names.items()}
         return {name: state[name] for name in self._buffers} | plain
-
-
-def prunable(model: nn.Module) -> dict[str, Weight]:
-    """Return the trainable parameters of two dimensions or more, by the name of their layer; tables stay dense.
-
-    An embedding's table is pruned if another layer shares it.
-
-    A weight that modules share is listed once. One that is not called "weight" keeps its full name.
-
-    >>> list(prunable(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.GRU(8, 2))))
-    ['0', '3.weight_ih_l0', '3.weight_hh_l0']
-    """
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(parameter), []).append((module, attribute))
-    weights = {
-        "" if name == "weight" else name.removesuffix(".weight"): Weight(name, p, tuple(places[id(p)]))
-        for name, p in model.named_parameters()
-        if p.requires_grad and p.dim() > 1 and not all(isinstance(at, nn.Embedding) for at, _ in places.get(id(p), ()))
-    }
-    if not weights:
-        raise ValueError("model has no trainable weight of two dimensions or more, so there is nothing to prune")
-    return weights

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from dirprune.lab.methods.method import Reparametrised, Weight, prunable
+from dirprune.lab.methods.method import Reparametrised
+from dirprune.lab.models.weights import Weight, prunable
 from dirprune.lab.ranges import FINITE, NOT_NEGATIVE, check
 
 

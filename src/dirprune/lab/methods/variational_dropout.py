@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, softplus
 from torch.optim import Optimizer
 
-from dirprune.lab.methods.method import Reparametrised, Weight, prunable
+from dirprune.lab.methods.method import Reparametrised
+from dirprune.lab.models.weights import Weight, prunable
 from dirprune.lab.ranges import FINITE, FRACTION, NOT_NEGATIVE, POSITIVE, check
 
 LOG_ALPHA_LIMIT = 3.0

@@ -15,12 +15,13 @@ from dirprune.lab.models.gpt import gpt
 from dirprune.lab.models.resnet import resnet18, resnet50, resnet_small
 from dirprune.lab.models.small import small
 from dirprune.lab.models.vgg import vgg16
+from dirprune.lab.models.weights import size
 from dirprune.lab.models.wide_resnet import wide_resnet
 from dirprune.lab.names import unknown
 
 __all__ = ["NAMES", "build", "gpt", "narrower", "resnet18", "resnet50", "resnet_small", "small", "vgg16", "wide_resnet"]
 
-_BUILDERS: dict[str, Callable[[int], nn.Module]] = {
+_BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "resnet18": resnet18,
     "resnet50": resnet50,
     "resnet-small": resnet_small,
@@ -63,8 +64,8 @@ def build(name: str, classes: int) -> nn.Module:
                 return make(int(shape[1]), int(shape[2]), classes)
             except RuntimeError as error:  # torch has no other type for memory that is not there
                 raise ValueError(f"model={name!r} cannot be built: {error}; take a smaller one") from error
-    if sized := re.fullmatch(r"(small|resnet-small)(\d{1,4})", name):
-        return (small if sized[1] == "small" else resnet_small)(classes, width=int(sized[2]))
+    if (sized := _SIZED.fullmatch(name)) and sized[1] in _BUILDERS and not sized[3]:
+        return _BUILDERS[sized[1]](classes, width=int(sized[2]))
     raise unknown(
         "model", name, NAMES, " (any wrn<depth>x<width> or gpt<width>x<depth>), or your own as package.module:callable"
     )
@@ -96,12 +97,6 @@ def narrower(name: str, classes: int, weights: float) -> str:
     if not fitting:
         raise ValueError(f"model={name!r} has no form of at most {weights:.0f} weights; give a lower sparsity")
     return fitting
-
-
-def size(model: nn.Module) -> int:
-    """Return how many weights a network has that methods prune: of two dimensions or more, without tables."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
 
 
 def _build_own(spec: str, classes: int) -> nn.Module:

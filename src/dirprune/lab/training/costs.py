@@ -44,6 +44,11 @@ def priced(zeros: SparsityReport, recipe: Recipe) -> SparsityReport:
     return SparsityReport(tuple(replace(layer, cost=costs[layer.name]) for layer in zeros.layers))
 
 
+def multiplied(zeros: SparsityReport) -> list[LayerSparsity]:
+    """Return the weights that are multiplied, or all of unknown cost: a table that is only looked up costs nothing."""
+    return [layer for layer in zeros.layers if layer.is_weight and layer.cost != 0]
+
+
 def macs_left(recipe: Recipe, sparsities: Mapping[str, float]) -> float:
     """Return the fraction of a lab network's multiplications that weights with these sparsities leave; NaN of others.
 
@@ -68,7 +73,7 @@ def narrowing(recipe: Recipe, wide: str) -> tuple[float, float]:
     [0.93, 0.93]
     """
     ours, theirs = _dense(recipe), _dense(recipe.but(model=wide))
-    counts = [sum(layer.total for layer in each.layers if layer.is_weight and layer.cost) for each in (ours, theirs)]
+    counts = [sum(layer.total for layer in multiplied(each)) for each in (ours, theirs)]
     costs = [each.cost or math.nan for each in (ours, theirs)]
     return 1 - counts[0] / counts[1] if counts[1] else math.nan, 1 - costs[0] / costs[1]
 

@@ -24,7 +24,7 @@ from dirprune.lab.studies.comparison.trials import CONTESTANTS, comparable, ente
 from dirprune.lab.studies.comparison.tuning import OPTIONS, TABLE
 from dirprune.lab.tasks import Images, Measure, Text
 from dirprune.lab.training import recipes, runs
-from dirprune.lab.training.costs import macs_left, narrowing, priced
+from dirprune.lab.training.costs import macs_left, multiplied, narrowing, priced
 from dirprune.lab.training.recipe import FREE_TO_CHANGE, Recipe
 from dirprune.lab.training.recipes import departures
 from dirprune.lab.training.runs import History, Outcome
@@ -146,8 +146,8 @@ class Row:
 
 
 def share_of_weights(zeros: SparsityReport) -> float:
-    """Return the share of zeros in the weights that are multiplied: those of embeddings cost nothing and stay."""
-    weights = [layer for layer in zeros.layers if layer.is_weight and layer.cost != 0]
+    """Return the share of zeros in the weights that are multiplied."""
+    weights = multiplied(zeros)
     return sum(layer.zeros for layer in weights) / max(1, sum(layer.total for layer in weights))
 
 

@@ -14,6 +14,7 @@ import torch
 
 from dirprune.lab import models
 from dirprune.lab.methods import METHODS, Method, MethodSpec, Narrow, Option, Variant
+from dirprune.lab.models.weights import size
 from dirprune.lab.names import unknown
 from dirprune.lab.studies.comparison.origins import starting
 from dirprune.lab.training import recipes
@@ -97,7 +98,7 @@ def _narrow(recipe: Recipe, sparsity: float) -> str:
     if classes is None or ":" in recipe.model:
         raise ValueError(f"narrow needs a network and data of the lab, not {recipe.model} on {recipe.task.data}")
     with torch.device("meta"):
-        whole = models.size(models.build(recipe.model, classes))
+        whole = size(models.build(recipe.model, classes))
     return models.narrower(recipe.model, classes, (1 - sparsity) * whole)
 
 

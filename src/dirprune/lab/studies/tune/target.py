@@ -18,7 +18,7 @@ from dirprune._support.modes import eval_mode, seeded
 from dirprune.lab import models
 from dirprune.lab.data import Loaders
 from dirprune.lab.records.columns import Column, Number
-from dirprune.lab.studies.tune.paired import loss
+from dirprune.lab.studies.tune.paired import Loss, loss
 from dirprune.lab.training import runs
 from dirprune.lab.training.experiment import load_data
 from dirprune.lab.training.recipe import Recipe
@@ -46,8 +46,8 @@ class Judged:
 
     @property
     def noise(self) -> float:
-        """Half the length of the interval."""
-        return (self.high - self.low) / 2
+        """Half the length of the interval of what is lost."""
+        return Loss(self.lost, self.low, self.high).noise
 
 
 @dataclass(frozen=True)
