@@ -1,9 +1,9 @@
-"""The recipes that come with the lab: one function per recipe, those of the paper's runs among them."""
+"""The recipes that come with the lab: those of the paper's runs among them."""
 
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable, Container
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,13 @@ MODERN: dict[str, Any] = {
 }
 """Training beyond the paper's recipe: momentum, weight decay, and a cosine after an epoch of warm-up."""
 
-_RECIPES: dict[str, Callable[[], Recipe]] = {}
+_RECIPES: dict[str, Recipe] = {}
 
 
-def recipe(function: Callable[[], Recipe]) -> Callable[[], Recipe]:
-    """Register a recipe under its own ``name``."""
-    _RECIPES[function().name] = function
-    return function
+def register(recipe: Recipe) -> Recipe:
+    """Make a recipe known under its own ``name``."""
+    _RECIPES[recipe.name] = recipe
+    return recipe
 
 
 def names() -> list[str]:
@@ -41,7 +41,7 @@ def names() -> list[str]:
 def get(name: str) -> Recipe:
     """Return the recipe called ``name``; if there is none, raise an error that lists the known names."""
     if name in _RECIPES:
-        return _RECIPES[name]()
+        return _RECIPES[name]
     raise unknown("recipe", name, _RECIPES)
 
 
@@ -77,9 +77,8 @@ def departures(recipe: Recipe, free: Container[str]) -> str:
     return " ".join(f"{name}={recipe.values()[name]}" for name in names)
 
 
-@recipe
-def digits() -> Recipe:
-    return Recipe(
+DIGITS = register(
+    Recipe(
         name="digits",
         about="a small conv net on scikit-learn's embedded digits: seconds on a CPU, no download",
         task=Images("digits"),
@@ -91,11 +90,9 @@ def digits() -> Recipe:
         cpu=Execution(threads=1),  # as fast for such small tensors, and results do not depend on the number of cores
         cuda=Execution(),
     )
-
-
-@recipe
-def vgg16_cifar10() -> Recipe:
-    return Recipe(
+)
+register(
+    Recipe(
         name="vgg16-cifar10",
         about="the paper's VGG16 on CIFAR-10",
         task=Images("cifar10", statistics="imagenet"),
@@ -105,11 +102,9 @@ def vgg16_cifar10() -> Recipe:
         schedule=Schedule("constant-linear-constant"),
         published=((5e-4, 0.4), (5e-4, 0.51), (5e-4, 0.6), (5e-4, 0.7)),
     )
-
-
-@recipe
-def wrn28x10_cifar10() -> Recipe:
-    return Recipe(
+)
+WRN28X10_CIFAR10 = register(
+    Recipe(
         name="wrn28x10-cifar10",
         about="the paper's WRN28x10 on CIFAR-10",
         task=Images("cifar10", statistics="cifar"),
@@ -119,20 +114,16 @@ def wrn28x10_cifar10() -> Recipe:
         schedule=Schedule("constant-linear-constant"),
         published=((1e-3, 0.501), (1e-3, 0.55), (1e-3, 0.6), (1e-3, 0.65)),
     )
-
-
-@recipe
-def wrn28x10_cifar100() -> Recipe:
-    return wrn28x10_cifar10().but(
+)
+register(
+    WRN28X10_CIFAR10.but(
         name="wrn28x10-cifar100",
         about="the paper's WRN28x10 on CIFAR-100",
         data="cifar100",
     )
-
-
-@recipe
-def resnet50_imagenet() -> Recipe:
-    return Recipe(
+)
+RESNET50_IMAGENET = register(
+    Recipe(
         name="resnet50-imagenet",
         about="the paper's ResNet50 on ImageNet at a constant learning rate",
         task=Images("imagenet", statistics="imagenet"),
@@ -142,22 +133,18 @@ def resnet50_imagenet() -> Recipe:
         batch_size=256,
         published=((5e-3, 0.501), (5e-3, 0.51), (5e-3, 0.55), (1e-2, 0.4)),
     )
-
-
-@recipe
-def resnet50_imagenet_drop140() -> Recipe:
-    return resnet50_imagenet().but(
+)
+register(
+    RESNET50_IMAGENET.but(
         name="resnet50-imagenet-drop140",
         about="the same with the learning rate ÷10 after epoch 140",
         epochs=153,
         schedule=Schedule("drop", after=(140,)),
         published=(*((5e-3, mu) for mu in (0.501, 0.51, 0.55, 0.6, 0.65, 0.7)), (1e-2, 0.4)),
     )
-
-
-@recipe
-def resnet50_imagenet_every30() -> Recipe:
-    return resnet50_imagenet().but(
+)
+register(
+    RESNET50_IMAGENET.but(
         name="resnet50-imagenet-every30",
         about="the same with the learning rate ÷10 after every 30 epochs",
         epochs=120,
@@ -169,11 +156,9 @@ def resnet50_imagenet_every30() -> Recipe:
             *((5e-3, 0.65), (5e-3, 0.7), (5e-3, 0.75), (5e-3, 0.8), (5e-3, 0.85)),
         ),
     )
-
-
-@recipe
-def resnet18_cifar10() -> Recipe:
-    return Recipe(
+)
+RESNET18_CIFAR10 = register(
+    Recipe(
         name="resnet18-cifar10",
         about="ResNet-18 on CIFAR-10 the modern way: momentum, weight decay, cosine",
         task=Images("cifar10", statistics="cifar"),
@@ -181,59 +166,47 @@ def resnet18_cifar10() -> Recipe:
         epochs=60,
         optimizer=Grda(c=8e-5),
     ).but(**MODERN)
-
-
-@recipe
-def wrn28x10_cifar10_modern() -> Recipe:
-    return resnet18_cifar10().but(
+)
+WRN28X10_CIFAR10_MODERN = register(
+    RESNET18_CIFAR10.but(
         name="wrn28x10-cifar10-modern",
         about="WRN28x10 on CIFAR-10 the modern way, at full length",
         model="wrn28x10",
         epochs=200,
     )
-
-
-@recipe
-def vgg16_cifar10_modern() -> Recipe:
-    return resnet18_cifar10().but(
+)
+VGG16_CIFAR10_MODERN = register(
+    RESNET18_CIFAR10.but(
         name="vgg16-cifar10-modern",
         about="VGG16 on CIFAR-10 the modern way, at a rate that a network without BatchNorm tolerates",
         model="vgg16",
         lr=0.03,
         c=1.2e-4,
     )
-
-
-@recipe
-def resnet18_cifar100() -> Recipe:
-    return resnet18_cifar10().but(
+)
+register(
+    RESNET18_CIFAR10.but(
         name="resnet18-cifar100",
         about="ResNet-18 on CIFAR-100 the modern way",
         data="cifar100",
     )
-
-
-@recipe
-def wrn28x10_cifar100_modern() -> Recipe:
-    return wrn28x10_cifar10_modern().but(
+)
+register(
+    WRN28X10_CIFAR10_MODERN.but(
         name="wrn28x10-cifar100-modern",
         about="WRN28x10 on CIFAR-100 the modern way, at full length",
         data="cifar100",
     )
-
-
-@recipe
-def vgg16_cifar100_modern() -> Recipe:
-    return vgg16_cifar10_modern().but(
+)
+register(
+    VGG16_CIFAR10_MODERN.but(
         name="vgg16-cifar100-modern",
         about="VGG16 on CIFAR-100 the modern way",
         data="cifar100",
     )
-
-
-@recipe
-def wrn10x1_cifar10_short() -> Recipe:
-    return wrn28x10_cifar10().but(
+)
+WRN10X1_CIFAR10_SHORT = register(
+    WRN28X10_CIFAR10.but(
         name="wrn10x1-cifar10-short",
         about="a thin WRN on CIFAR-10 for 5 epochs: minutes on a CPU, to try things out",
         model="wrn10x1",
@@ -241,38 +214,26 @@ def wrn10x1_cifar10_short() -> Recipe:
         c=5e-3,
         published=(),
     )
-
-
-@recipe
-def wrn10x1_cifar100_short() -> Recipe:
-    return wrn10x1_cifar10_short().but(
+)
+register(
+    WRN10X1_CIFAR10_SHORT.but(
         name="wrn10x1-cifar100-short",
         about="a thin WRN on CIFAR-100 for 5 epochs: minutes on a CPU, to try things out",
         data="cifar100",
     )
-
-
-@recipe
-def digits_modern() -> Recipe:
-    return digits().but(
+)
+register(
+    DIGITS.but(
         name="digits-modern",
         about="the digits network the modern way: momentum, weight decay, cosine",
         lr=0.05,
         c=2e-3,
         **MODERN,
     )
-
-
-@recipe
-def digits_short() -> Recipe:
-    return digits().but(
-        name="digits-short", about="the digits recipe for 5 epochs: a second on a CPU", epochs=5, c=0.02
-    )
-
-
-@recipe
-def resnet_small_cifar10_16() -> Recipe:
-    return Recipe(
+)
+register(DIGITS.but(name="digits-short", about="the digits recipe for 5 epochs: a second on a CPU", epochs=5, c=0.02))
+register(
+    Recipe(
         name="resnet-small-cifar10-16",
         about="a small residual network on CIFAR-10 at 16×16 pixels: a minute on a CPU, for comparisons",
         task=Images("cifar10", statistics="cifar", size=16),
@@ -285,11 +246,9 @@ def resnet_small_cifar10_16() -> Recipe:
         schedule=Schedule("cosine", warmup=0.2),
         cpu=Execution(precision="bfloat16", channels_last=True, threads=1),
     )
-
-
-@recipe
-def gpt_python() -> Recipe:
-    return Recipe(
+)
+GPT_PYTHON = register(
+    Recipe(
         name="gpt-python",
         about="a GPT of .15 million parameters on the bytes of Python's standard library: half a minute on a CPU",
         task=Text(),
@@ -301,11 +260,9 @@ def gpt_python() -> Recipe:
         cpu=Execution(threads=1),
         cuda=Execution(precision="bfloat16", compile=True, capture=True),
     )
-
-
-@recipe
-def gpt_python_10m() -> Recipe:
-    return gpt_python().but(
+)
+register(
+    GPT_PYTHON.but(
         name="gpt-python-10m",
         about="a GPT of 11 million parameters on the same text, for a GPU",
         model="gpt384x6",
@@ -315,3 +272,4 @@ def gpt_python_10m() -> Recipe:
         batch_size=64,
         lr=2e-3,
     )
+)
