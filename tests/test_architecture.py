@@ -95,6 +95,15 @@ def test_only_commands_talk_to_the_terminal(module: Path) -> None:
         assert not {name.split(".")[0] for name in imports(module)} & {"typer", "rich"}
 
 
+def test_a_class_of_one_name_is_one_thing() -> None:
+    homes: dict[str, list[Path]] = {}
+    for module in MODULES:
+        for node in ast.parse((SOURCE / module.with_suffix(".py")).read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
 def test_importing_the_package_does_not_import_torch() -> None:
     code = (
         "import sys, dirprune; assert 'torch' not in sys.modules; from dirprune import GRDA, sparsity; GRDA; sparsity"

@@ -20,7 +20,7 @@ from dirprune.lab.records.files import LOCK
 from dirprune.lab.studies.tune import paper_rule as tune
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.at_once import Failed, FailedSoFar, Lost, at_once, trained
-from dirprune.lab.training.series import Planned, Step
+from dirprune.lab.training.series import Planned, RunStep
 from dirprune.lab.training.surroundings import Surroundings
 
 HERE = Surroundings(torch.device("cpu"), at_once=2)
@@ -51,7 +51,7 @@ def after(times: int) -> Callable[[], bool]:
 
 def test_what_was_stopped_goes_on_with_another_number_at_once(tmp_path: Path) -> None:
     long = [Planned(tmp_path / f"run{i}", QUICK.but(seed=i, epochs=200, batch_size=500)) for i in range(3)]
-    started: list[Step] = []
+    started: list[RunStep] = []
     stopping = replace(HERE, stopping=lambda: len(started) > 4)
     for step in trained(long, stopping):
         started += [step]
@@ -90,7 +90,7 @@ def test_a_run_whose_process_is_killed_goes_on_from_its_checkpoint(tmp_path: Pat
     plan = Planned(tmp_path / "run", QUICK.but(epochs=12, batch_size=500))
     epochs: list[int] = []
 
-    def killing(step: Step) -> bool:
+    def killing(step: RunStep) -> bool:
         if step.epoch == 2 and 2 not in epochs:
             os.kill(int((plan.folder / LOCK).read_text().split()[1]), signal.SIGKILL)
         epochs.append(step.epoch)

@@ -85,8 +85,8 @@ def test_the_floor_is_three_forward_passes_at_the_peak_rate(monkeypatch: pytest.
 
 def test_the_table_compares_with_sgd_the_floor_and_the_paper() -> None:
     costs = [
-        bench.Cost("vgg16", 128, 10, "sgd", 2.0, 1.0, None, 0.1),
-        bench.Cost("vgg16", 128, 10, "grda", 3.0, 1.0, 600.0, 0.1),
+        bench.StepCost("vgg16", 128, 10, "sgd", 2.0, 1.0, None, 0.1),
+        bench.StepCost("vgg16", 128, 10, "grda", 3.0, 1.0, 600.0, 0.1),
     ]
     rows = bench.table(costs)
     assert [row["÷ SGD"] for row in rows] == ["1.000", "1.500"]
@@ -99,10 +99,10 @@ def test_the_table_compares_with_sgd_the_floor_and_the_paper() -> None:
 
 def pair(
     sgd: tuple[float, float, float], grda: tuple[float, float, float], model: str = "wrn28x10"
-) -> list[bench.Cost]:
+) -> list[bench.StepCost]:
     """Return the costs of a network of 1,048,576 parameters, given (ms, MiB, rest of an epoch) of each optimizer."""
     return [
-        bench.Cost(model, 128, 2**20, name, ms, 5.0, mib, rest)
+        bench.StepCost(model, 128, 2**20, name, ms, 5.0, mib, rest)
         for name, (ms, mib, rest) in (("sgd", sgd), ("grda", grda))
     ]
 
@@ -139,11 +139,11 @@ def test_measuring_one_network_keeps_the_rows_of_the_others(tmp_path: Path) -> N
     path = tmp_path / "bench.csv"
     for costs in (first, second, [replace(cost, ms=3.0) for cost in first]):
         bench.write(costs, path, CPU)
-    rows = read_rows(path, bench.Measured)
+    rows = read_rows(path, bench.MeasuredCost)
     assert [(row.model, row.ms) for row in rows] == [("vgg16", 2.0)] * 2 + [("wrn28x10", 3.0)] * 2
-    write_rows(path, bench.Measured, [replace(row, hardware="another") for row in rows])
+    write_rows(path, bench.MeasuredCost, [replace(row, hardware="another") for row in rows])
     bench.write(first, path, CPU)
-    assert len(read_rows(path, bench.Measured)) == 6
+    assert len(read_rows(path, bench.MeasuredCost)) == 6
 
 
 def test_a_table_that_cannot_be_read_is_told_before_anything_is_measured(
@@ -154,5 +154,5 @@ def test_a_table_that_cannot_be_read_is_told_before_anything_is_measured(
     monkeypatch.setattr(bench, "bench", None)
     refused = call("bench", "small", "--out", path)
     assert refused.exit_code == 1
-    assert "bench.csv cannot be read as a table of Measured" in refused.stderr
+    assert "bench.csv cannot be read as a table of MeasuredCost" in refused.stderr
     assert path.read_text() == "something else\n"

@@ -878,7 +878,7 @@ def test_bench(tmp_path: Path) -> None:
 def test_ctrl_c_in_bench_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = bench.bench
 
-    def interrupted(name: str, **options: Any) -> Iterator[bench.Cost]:
+    def interrupted(name: str, **options: Any) -> Iterator[bench.StepCost]:
         yield next(whole(name, **options))
         raise KeyboardInterrupt
 

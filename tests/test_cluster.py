@@ -22,7 +22,7 @@ from test_train import numbers
 from dirprune.lab.training import cluster, recipes, runs
 from dirprune.lab.training.at_once import Failed, FailedSoFar, Lost, trained
 from dirprune.lab.training.cluster import Files, Home, NotShared, connect
-from dirprune.lab.training.series import Planned, Step
+from dirprune.lab.training.series import Planned, RunStep
 from dirprune.lab.training.surroundings import Surroundings
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def test_a_worker_that_does_not_share_the_folder_sends_its_results(
     said = list(cluster._in_task(plan, home(tmp_path / "there"), Path("marker"), False, False))
     assert isinstance(said[0], NotShared)
     (files,) = [each for each in said if isinstance(each, Files)]
-    assert isinstance(said[-1], Step)
+    assert isinstance(said[-1], RunStep)
     assert said[-1].ended
     monkeypatch.chdir(tmp_path)
     cluster.receive(plan, Files({**files.texts, "../elsewhere": "x"}))
@@ -191,7 +191,7 @@ def test_workers_without_dirprune_fail_in_one_line(tmp_path: Path, ray: Ray) -> 
 
 
 def test_what_is_stopped_is_cancelled_and_continues_without_the_cluster(tmp_path: Path, ray: Ray) -> None:
-    started: list[Step] = []
+    started: list[RunStep] = []
     started.extend(trained(plans(tmp_path), replace(HERE, stopping=lambda: len(started) > 2)))
     assert not any(step.ended for step in started)
     assert [step.ended for step in trained(plans(tmp_path), Surroundings(CPU))][-1]
@@ -359,7 +359,7 @@ def test_the_commands_write_the_same_tables(nodes: Any, tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_a_stop_saves_and_the_same_runs_continue_without_the_cluster(nodes: Any, tmp_path: Path) -> None:
     long = [Planned(tmp_path / f"run{i}", QUICK.but(seed=i, epochs=500)) for i in range(3)]
-    started: list[Step] = []
+    started: list[RunStep] = []
     stopping = Surroundings(CPU, cluster=nodes.address, stopping=lambda: any(step.epoch > 2 for step in started))
     started.extend(trained(long, stopping))
     assert not any(step.ended for step in started)
@@ -392,7 +392,7 @@ def test_a_run_on_a_node_that_is_killed_continues_on_the_other(nodes: Any, tmp_p
     both = [Planned(tmp_path / f"run{i}", QUICK.but(optimizer="sgd", seed=i, epochs=100)) for i in range(2)]
     epochs: dict[int, list[int]] = {1: [], 2: []}
 
-    def killing(step: Step) -> int:
+    def killing(step: RunStep) -> int:
         epochs[step.number].append(step.epoch)
         if nodes.second and all(len(each) > 3 for each in epochs.values()):
             nodes.remove_node(nodes.second, allow_graceful=False)

@@ -43,7 +43,7 @@ from dirprune.lab.text import NOTHING
 from dirprune.lab.training import recipes, runs, series
 from dirprune.lab.training.execution import Execution
 from dirprune.lab.training.experiment import assemble
-from dirprune.lab.training.optimizers import Plan, Sgd
+from dirprune.lab.training.optimizers import Sgd, TrainingPlan
 from dirprune.lab.training.recipe import FAST, Recipe, differing
 from dirprune.lab.training.reward import Reward
 from dirprune.lab.training.schedules import Schedule
@@ -77,7 +77,7 @@ def trials_of(recipe: Recipe = SHORT, *, batches: int = 4, **options: Any) -> li
     return plan(recipe, **{"methods": ("sgd", "rigl"), "sparsities": (0.5, 0.8), "batches": batches, **options})
 
 
-def run(planned: list[Recipe], out: Path, **options: Any) -> list[compare.Progress]:
+def run(planned: list[Recipe], out: Path, **options: Any) -> list[compare.ComparisonStep]:
     return list(compare.compare(planned, out, Surroundings(CPU, **options)))
 
 
@@ -906,7 +906,7 @@ def test_all_values_that_a_trial_may_draw_can_be_used(name: str) -> None:
         assert made.pruner.name == name
         assert knob is not None
         made.but(**({"exempt": ("bias",)} if name == "adamgrda" else {})).optimizer.make(
-            nn.Linear(4, 2), Plan(10, EXAMPLE)
+            nn.Linear(4, 2), TrainingPlan(10, EXAMPLE)
         )
 
 
@@ -1048,7 +1048,7 @@ def test_ctrl_c_saves_the_running_trial_and_the_same_command_goes_on(
 ) -> None:
     plain = compare.compare
 
-    def interrupted(*arguments: Any, **options: Any) -> Iterator[compare.Progress]:
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[compare.ComparisonStep]:
         for step in plain(*arguments, **options):
             if step.epoch == 1:
                 signal.raise_signal(signal.SIGINT)

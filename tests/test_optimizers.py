@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dirprune.lab.training.optimizers import Grda, Plan, Rda, Sgd, optimizer
+from dirprune.lab.training.optimizers import Grda, Rda, Sgd, TrainingPlan, optimizer
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -70,5 +70,5 @@ def test_options_that_an_optimizer_cannot_use_are_refused_by_name(
 
 def test_the_rate_of_captured_steps_is_a_tensor() -> None:
     for spec in (Sgd(lr=0.25), Grda(lr=0.25)):
-        [group] = spec.make(nn.Linear(2, 2), Plan(1, torch.zeros(1, 2), torch.device("cpu"))).param_groups
+        [group] = spec.make(nn.Linear(2, 2), TrainingPlan(1, torch.zeros(1, 2), torch.device("cpu"))).param_groups
         assert torch.equal(group["lr"], torch.tensor(0.25, dtype=group["lr"].dtype))

@@ -39,9 +39,9 @@ from dirprune.lab.studies.direction.spectrum import (
     Lanczos,
     NotKept,
     conv_precision,
+    curvature_of,
     leading_eigenpairs,
     part_of,
-    subject,
 )
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import conduct
@@ -82,7 +82,7 @@ def rows_of(events: Iterator[Progress | ProjectionRow]) -> list[ProjectionRow]:
 
 def dense_eigenpairs(run: Run, epoch: int, lanczos: Lanczos) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the eigenpairs, largest first, of the tiny network's training Hessian, computed in full in float64."""
-    bench = subject(run.recipe, lanczos, device=CPU)
+    bench = curvature_of(run.recipe, lanczos, device=CPU)
     bench.load(runs.weights_of(run, epoch)[1])
     model = bench.model.double().eval()
     inputs, targets = (torch.cat(part) for part in zip(*bench.curved, strict=True))
@@ -225,23 +225,23 @@ def test_bfloat16_finds_the_subspace_and_tf32_judges_it(trained: dict[str, Run],
         project(trained["sgd"], [trained["grda"]], tmp_path / "exact", k=3, epochs=[2], lanczos=TIGHT, device=CPU)
     )
     assert row.share == pytest.approx(exact.share, rel=0.05)
-    bench = subject(trained["sgd"].recipe, rough, device=CPU)
-    strict = subject(trained["sgd"].recipe, replace(rough, precision="float32"), device=CPU)
+    bench = curvature_of(trained["sgd"].recipe, rough, device=CPU)
+    strict = curvature_of(trained["sgd"].recipe, replace(rough, precision="float32"), device=CPU)
     vector = torch.randn(241, generator=torch.Generator().manual_seed(0))
     for one in (bench, strict):
         one.load(runs.weights_of(trained["sgd"], 2)[1])
-    assert torch.equal(bench.judge @ vector, strict.hessian @ vector)  # on a CPU tf32 is float32
+    assert torch.equal(bench.exact @ vector, strict.hessian @ vector)  # on a CPU tf32 is float32
     error = (bench.hessian @ vector - strict.hessian @ vector).norm() / (strict.hessian @ vector).norm()
     assert 1e-4 < error < 0.1
 
 
 def test_residuals_of_bfloat16_are_not_its_own(trained: dict[str, Run]) -> None:
     rough = replace(TIGHT, precision="bfloat16", tolerance=5e-2)
-    bench = subject(trained["sgd"].recipe, rough, device=CPU)
+    bench = curvature_of(trained["sgd"].recipe, rough, device=CPU)
     bench.load(runs.weights_of(trained["sgd"], 2)[1])
 
     def returned() -> Iterator[Any]:
-        yield (yield from leading_eigenpairs(bench.hessian, 3, rough, what="", judge=bench.judge))
+        yield (yield from leading_eigenpairs(bench.hessian, 3, rough, what="", exact=bench.exact))
 
     *_, (pairs, goal) = returned()
     values, vectors = dense_eigenpairs(trained["sgd"], 2, rough)
@@ -278,7 +278,9 @@ def test_a_network_that_cannot_be_compiled_is_not(monkeypatch: pytest.MonkeyPatc
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="eager", **options))
     trust.allow("test_projection:without_forward_mode")
-    bench = subject(replace(recipes.get("digits"), model="test_projection:without_forward_mode"), TIGHT, device=CPU)
+    bench = curvature_of(
+        replace(recipes.get("digits"), model="test_projection:without_forward_mode"), TIGHT, device=CPU
+    )
     plain = HessianOperator(bench.model, cross_entropy, bench.curved)
     fast = Guarded(HessianOperator(bench.model, cross_entropy, bench.curved, compiled=True), tf32=False)
     vector = torch.randn(241, generator=torch.Generator().manual_seed(0))
@@ -365,7 +367,7 @@ def test_other_bad_requests_are_refused(trained: dict[str, Run], tmp_path: Path)
 
 
 def test_a_part_of_the_data_is_stratified_and_fixed(trained: dict[str, Run]) -> None:
-    loader = subject(trained["sgd"].recipe, Lanczos(), device=CPU).train
+    loader = curvature_of(trained["sgd"].recipe, Lanczos(), device=CPU).train
     part, again = part_of(loader, 300), part_of(loader, 300)
     targets = torch.cat([targets for _, targets in part])
     assert torch.equal(targets, torch.cat([targets for _, targets in again]))

@@ -252,7 +252,7 @@ def test_seeds_are_averaged_and_compared_in_the_paper_s_units(tmp_path: Path) ->
     assert len(cell.ours) == 2
     assert cell.mean == pytest.approx(79.7)
     assert cell.deviation == pytest.approx((79.7 - 79.6367) / 0.2028)
-    assert cell.honest_deviation == pytest.approx((79.7 - 79.622) / 0.2080, abs=5e-3)
+    assert cell.comparable_deviation == pytest.approx((79.7 - 79.622) / 0.2080, abs=5e-3)
 
 
 def test_an_unfinished_run_counts_as_far_as_it_came(tmp_path: Path) -> None:
@@ -546,7 +546,7 @@ def test_the_most_surprising_cell_comes_first() -> None:
 
 def test_a_run_without_an_epoch_reproduces_nothing() -> None:
     entry = SimpleNamespace(departs="", recipe="vgg16-cifar10", optimizer="sgd")
-    assert reproduce.reproductions([ledger.Trajectory(entry, ())]) == {}
+    assert reproduce.reproductions([ledger.Recorded(entry, ())]) == {}
 
 
 def test_whatever_is_not_ours_to_choose_departs_from_the_published_run() -> None:
@@ -690,7 +690,7 @@ def test_training_that_is_stopped_is_in_the_ledger_and_goes_on(
 ) -> None:
     plain = series.series
 
-    def interrupted(*arguments: Any, **options: Any) -> Iterator[series.Step]:
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[series.RunStep]:
         for step in plain(*arguments, **options):
             if (step.number, step.epoch) == (2, 1):
                 signal.raise_signal(signal.SIGINT)

@@ -21,7 +21,7 @@ from dirprune.lab.records.tables import OtherSettings, read_rows
 from dirprune.lab.studies.direction import scoring
 from dirprune.lab.studies.direction.figures import score_figure
 from dirprune.lab.studies.direction.scoring import ScoreRow, SpectrumRow, directional_pruner, score, smallest_pruner
-from dirprune.lab.studies.direction.spectrum import Lanczos, subject
+from dirprune.lab.studies.direction.spectrum import Lanczos, curvature_of
 from dirprune.lab.studies.direction.surgeon import surgeon_pruner, surgeon_steps, whole
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import conduct
@@ -55,20 +55,20 @@ def rows_of(events: Iterator[Progress | ScoreRow]) -> list[ScoreRow]:
 
 
 def trained(run: Run) -> nn.Module:
-    bench = subject(run.recipe, QUICK, device=CPU)
+    bench = curvature_of(run.recipe, QUICK, device=CPU)
     bench.load(runs.weights_of(run)[1])
     return bench.model.eval()
 
 
 def test_weights_of_another_network_are_refused(run: Run) -> None:
-    bench = subject(run.recipe, QUICK, device=CPU)
+    bench = curvature_of(run.recipe, QUICK, device=CPU)
     with pytest.raises(ValueError, match=r"in the network of config.json but not in there: these are different"):
         bench.load({"weight": torch.zeros(3)}, "there")
 
 
 def losses(run: Run, model: nn.Module) -> tuple[float, float]:
     """Return training loss and test accuracy, each computed in one batch."""
-    bench = subject(run.recipe, Lanczos(batch_size=2000), device=CPU)
+    bench = curvature_of(run.recipe, Lanczos(batch_size=2000), device=CPU)
     (train,), (test,) = bench.train, bench.test
     with torch.no_grad():
         right = (model(test[0]).argmax(1) == test[1]).double().mean()
@@ -183,7 +183,7 @@ def test_the_surgeon_beats_what_moves_no_other_weight(run: Run, tmp_path: Path) 
 
 
 def test_the_whole_hessian_is_that_of_single_products(run: Run) -> None:
-    bench = subject(run.recipe, QUICK, device=CPU)
+    bench = curvature_of(run.recipe, QUICK, device=CPU)
     bench.load(runs.weights_of(run)[1])
     found = []
 

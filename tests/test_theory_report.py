@@ -22,7 +22,7 @@ from dirprune.lab.studies.theorem.limit_law import LimitPath, LimitRow, Moments,
 from dirprune.lab.studies.theorem.problems import TheoremRow, least_squares, tiny_network
 from dirprune.lab.studies.theorem.trajectory import compared, drift, trajectories
 from dirprune.lab.studies.theorem.valley import ACROSS, valley
-from dirprune.lab.studies.theorem.work import Finding, Value, study, values
+from dirprune.lab.studies.theorem.work import Finding, TheoryValue, study, values
 
 ROW = TheoremRow(0.1, 0.05, 0.6, 60.0, 0.18, 4, 0.02, 0.15, 0.03, 0.96, 0.83, 0.99, 0.1, 20.0, 1, 0.03, 0.03, 0.99)
 LIMIT = LimitRow(0.03, 4.0, 100, 0.2, 0.3, 0.1, 0.15)
@@ -52,8 +52,8 @@ def test_the_study_yields_all_parts_and_its_table_and_figures_show_them(tmp_path
         ("network", 0.03),
     ]
     assert set(figures(events)) == {"valley", "theorem", "limit", "trajectory"}
-    write_rows(tmp_path / "theory.csv", Value, values(findings, seed=0))
-    lines = read_rows(tmp_path / "theory.csv", Value)
+    write_rows(tmp_path / "theory.csv", TheoryValue, values(findings, seed=0))
+    lines = read_rows(tmp_path / "theory.csv", TheoryValue)
     for found in findings:
         written = {v.quantity: v.value for v in lines if (v.part, v.gamma) == (found.part, found.row.gamma)}
         assert written

@@ -19,7 +19,7 @@ from test_cli import call, objects
 from dirprune.lab import data
 from dirprune.lab.studies.tune import target as search_
 from dirprune.lab.studies.tune.paired import loss
-from dirprune.lab.studies.tune.target import Judged, Search, answers, best, judge, remarks
+from dirprune.lab.studies.tune.target import Search, TriedTarget, answers, best, loss_at, remarks
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import load_data
 from dirprune.lab.training.series import series
@@ -29,13 +29,13 @@ CPU = torch.device("cpu")
 QUICK = replace(recipes.get("digits-short"), batch_size=512, epochs=2)
 
 
-def searched(search: Search, lost: Callable[[float], float]) -> list[Judged]:
+def searched(search: Search, lost: Callable[[float], float]) -> list[TriedTarget]:
     """Return what a search tries if a target loses this much."""
-    judged: list[Judged] = []
+    judged: list[TriedTarget] = []
     while (target := search.next(judged)) is not None:
         points = lost(target)
         passes = points <= search.tolerance
-        judged.append(Judged(target, 90.0, points, points, points, passes=passes, verdict="", seeds=1, examples=9))
+        judged.append(TriedTarget(target, 90.0, points, points, points, passes=passes, verdict="", seeds=1, examples=9))
     return judged
 
 
@@ -136,7 +136,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Search:
 
 
 def test_a_target_is_judged_by_the_answers_of_both_networks(trained: Search) -> None:
-    found = judge(trained, 0.929, Surroundings(CPU))
+    found = loss_at(trained, 0.929, Surroundings(CPU))
     loaders = load_data(trained.planned(None)[0].recipe, device=CPU, root=None)
     every = {}
     for name, target in (("dense", None), ("sparse", 0.929)):
@@ -149,7 +149,7 @@ def test_a_target_is_judged_by_the_answers_of_both_networks(trained: Search) -> 
     assert found.lost == pytest.approx(100 * float((every["dense"] - every["sparse"]).mean()))
     assert found.accuracy == pytest.approx(100 * float(every["sparse"].mean()))
     assert (found.verdict, found.passes) == ("within", True)
-    strict = judge(replace(trained, tolerance=found.low - 0.1 if found.low > 0.1 else 0.0), 0.929, Surroundings(CPU))
+    strict = loss_at(replace(trained, tolerance=found.low - 0.1 if found.low > 0.1 else 0.0), 0.929, Surroundings(CPU))
     assert strict.verdict == ("beyond" if found.low > 0.1 else "unclear")
     assert replace(strict, verdict="", passes=True) == replace(found, verdict="", passes=True)
 
@@ -166,9 +166,9 @@ def test_a_target_that_diverges_fails_and_dense_training_that_does_is_an_error(t
             runs.create(plan.folder, plan.recipe).conclude(runs.Outcome(diverged="the loss became nan"))
         if diverging == "dense":
             with pytest.raises(ValueError, match=r"dense training diverges at lr=0\.1; lower --lr first"):
-                judge(search, 0.929, Surroundings(CPU))
+                loss_at(search, 0.929, Surroundings(CPU))
         else:
-            found = judge(search, 0.929, Surroundings(CPU))
+            found = loss_at(search, 0.929, Surroundings(CPU))
             assert (found.verdict, found.passes, math.isnan(found.lost)) == ("diverged", False, True)
 
 
@@ -213,8 +213,8 @@ def test_the_command_at_a_terminal_shows_the_interval_and_its_noise(words: list[
 def test_when_no_target_passes_the_command_says_what_to_do(
     words: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def too_much(search: Search, target: float, here: Surroundings) -> Judged:
-        return Judged(target, 50.0, 40.0, 30.0, 50.0, passes=False, verdict="beyond", seeds=2, examples=143)
+    def too_much(search: Search, target: float, here: Surroundings) -> TriedTarget:
+        return TriedTarget(target, 50.0, 40.0, 30.0, 50.0, passes=False, verdict="beyond", seeds=2, examples=143)
 
     monkeypatch.setattr(search_, "judge", too_much)
     result = call(*words)

@@ -19,7 +19,7 @@ from dirprune import GRDA
 from dirprune.lab import data
 from dirprune.lab.records.tables import read_rows
 from dirprune.lab.studies.tune import paper_rule as tune
-from dirprune.lab.studies.tune.paper_rule import Measured, Trial, choose
+from dirprune.lab.studies.tune.paper_rule import JudgedRun, ShortRun, choose
 from dirprune.lab.training import experiment, runs
 from dirprune.lab.training.at_once import together
 from dirprune.lab.training.loop import Divergence, EpochRecord, train
@@ -60,7 +60,7 @@ def test_c_doubles_from_1e_4_until_two_trials_in_a_row_fail(imagine: Any) -> Non
         lambda r: 90.0 if r.optimizer.value is None else 88.9 if round(r.optimizer.value, 6) in misses else 89.0
     )
     trials = list(tune.tune(QUICK, mus=(0.51, 0.6), here=HERE))
-    assert trials[0] == Trial("sgd", 0.0, 0.0, 90.0, 0.0, True)
+    assert trials[0] == JudgedRun("sgd", 0.0, 0.0, 90.0, 0.0, True)
     for mu, part in ((0.51, trials[1:7]), (0.6, trials[7:])):
         assert [trial.mu for trial in part] == [mu] * 6
         assert [trial.c for trial in part] == pytest.approx([1e-4 * 2**i for i in range(6)])
@@ -107,12 +107,12 @@ def test_bad_options_are_refused_by_name(options: dict[str, Any]) -> None:
         next(tune.tune(QUICK, here=HERE, **options))
 
 
-def trial(c: float, mu: float, sparsity: float, passes: bool = True) -> Trial:
-    return Trial("grda", c, mu, 90.0 if passes else 10.0, sparsity, passes)
+def trial(c: float, mu: float, sparsity: float, passes: bool = True) -> JudgedRun:
+    return JudgedRun("grda", c, mu, 90.0 if passes else 10.0, sparsity, passes)
 
 
 def test_of_the_greatest_passing_c_of_each_mu_the_sparsest_is_chosen() -> None:
-    dense = Trial("sgd", 0.0, 0.0, 90.0, 0.99, True)
+    dense = JudgedRun("sgd", 0.0, 0.0, 90.0, 0.99, True)
     trials = [dense, trial(1e-4, 0.5, 0.8), trial(2e-4, 0.5, 0.3), trial(4e-4, 0.5, 0.9, False), trial(1e-4, 0.6, 0.4)]
     assert choose(trials) == trials[4]
     assert choose(reversed(trials)) == trials[4]
@@ -132,7 +132,7 @@ def test_recorded_trials_are_not_trained_again(imagine: Any, tmp_path: Path) -> 
     assert [trial.passes for trial in whole] == [True, True, True, True, False, False]
     assert whole[:3] == first
     assert [round(recipe.optimizer.value, 6) for recipe in tried[3:]] == [4e-4, 8e-4, 1.6e-3]
-    recorded = read_rows(tmp_path / "search" / "trials.csv", Measured)
+    recorded = read_rows(tmp_path / "search" / "trials.csv", ShortRun)
     assert [(each.optimizer, each.c, each.mu, each.accuracy) for each in recorded] == [
         (each.optimizer, each.c, each.mu, each.accuracy) for each in whole
     ]
@@ -141,7 +141,7 @@ def test_recorded_trials_are_not_trained_again(imagine: Any, tmp_path: Path) -> 
     assert [trial.passes for trial in strict] == [True, True, False, False]
     more = list(tune.tune(QUICK, **{**options, "mus": (0.51, 0.6)}))
     assert more[:6] == whole
-    assert read_rows(tmp_path / "search" / "trials.csv", Measured)[:6] == recorded
+    assert read_rows(tmp_path / "search" / "trials.csv", ShortRun)[:6] == recorded
     assert [recipe.values()["mu"] for recipe in tried[6:]] == [0.6] * 5
 
 
@@ -321,7 +321,7 @@ def test_a_slip_in_a_users_network_is_told_in_one_line(tuned: list[str], monkeyp
 def test_ctrl_c_shows_the_trials_that_are_done(tuned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tune.tune
 
-    def interrupted(*arguments: Any, **options: Any) -> Iterator[tune.Trial]:
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[tune.JudgedRun]:
         yield from islice(whole(*arguments, **options), 2)
         raise KeyboardInterrupt
 

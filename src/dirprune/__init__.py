@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from dirprune.zeros import SparsityReport, sparsity
 
 __version__ = "0.2.0"
-__all__ = [
-    "GRDA",
-    "AdamGRDA",
+# What a training script needs
+__all__ = ["GRDA", "AdamGRDA", "SparsityReport", "macs", "prunable_groups", "sparsity"]
+# For research; at home in dirprune.curvature, dirprune.direction and dirprune.connect
+__all__ += [
     "BezierCurve",
     "Eigenpairs",
     "HessianOperator",
     "Plane",
-    "SparsityReport",
     "curve_profile",
     "directional_path",
     "directional_prune",
@@ -35,11 +35,8 @@ __all__ = [
     "fit_curve",
     "hessian_diagonal",
     "lam_for_sparsity",
-    "macs",
     "null_projection",
     "plane_profile",
-    "prunable_groups",
-    "sparsity",
     "top_eigenpairs",
 ]
 

@@ -23,7 +23,7 @@ from dirprune.optim.outlook import OUTLOOK_AFTER, warn_of_extremes
 from dirprune.optim.paths import check_parameters, fused_obstacle, scalar_device
 from dirprune.optim.selection import Member
 from dirprune.optim.state import Loading, check_form, first_state, local, widen
-from dirprune.optim.target import Plan, Progress
+from dirprune.optim.target import Plan, TargetProgress
 from dirprune.optim.threshold import are_numbers
 
 # Read from every tensor at every step, with `map`: a Python loop would take longer than the update on the device.
@@ -103,7 +103,7 @@ class Thresholded(Optimizer):
         Plan(plan.target, steps)  # checks it
         plan.steps = steps
 
-    def progress(self) -> Progress:
+    def progress(self) -> TargetProgress:
         """Return how far the target is reached."""
         self.skipped()
         self._follower.tell_of_stillness()

@@ -10,7 +10,7 @@ import torch
 from dirprune.optim.outlook import warn_of_stillness
 from dirprune.optim.selection import Member, Sample, smallest, summed
 from dirprune.optim.state import fix_zeros, local
-from dirprune.optim.target import Plan, Progress
+from dirprune.optim.target import Plan, TargetProgress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,10 +80,10 @@ class Follower:
         return self._sample[1]
 
 
-def progress(plan: Plan, members: Sequence[Member]) -> Progress:
+def progress(plan: Plan, members: Sequence[Member]) -> TargetProgress:
     """Return how far the target is reached."""
     counts = [int(summed((local(m.p) == 0).sum(), m.shards)) for m in members]
     total = sum(m.total for m in members)
     share = sum(zeros * m.cost for zeros, m in zip(counts, members, strict=True)) / total if total else 0.0
     weights = sum(m.p.numel() for m in members)
-    return Progress(plan.step, plan.length, sum(counts), weights, share, plan.target, plan.of, plan.is_fixed)
+    return TargetProgress(plan.step, plan.length, sum(counts), weights, share, plan.target, plan.of, plan.is_fixed)

@@ -189,7 +189,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TargetProgress:
     """How far a target is reached: ``print`` it, or read its fields."""
 
     step: int

@@ -11,7 +11,7 @@ SHAPE = (3, 32, 32)
 
 
 @dataclass(frozen=True)
-class Layout:
+class BinaryFormat:
     """Where a set keeps its files, and how a record begins: the class is the last of `label_bytes` bytes."""
 
     folder: str
@@ -22,7 +22,7 @@ class Layout:
 
 
 LAYOUTS = {
-    "cifar10": Layout(
+    "cifar10": BinaryFormat(
         folder="cifar-10-batches-bin",
         train=tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
         test=("test_batch.bin",),
@@ -30,7 +30,7 @@ LAYOUTS = {
         classes=10,
     ),
     # A coarse label (of 20) comes first, then the fine one (of 100), which is the class.
-    "cifar100": Layout("cifar-100-binary", train=("train.bin",), test=("test.bin",), label_bytes=2, classes=100),
+    "cifar100": BinaryFormat("cifar-100-binary", train=("train.bin",), test=("test.bin",), label_bytes=2, classes=100),
 }
 
 
@@ -50,7 +50,7 @@ def read_cifar(name: str, root: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tens
     return _read_files(folder, layout.train, layout), _read_files(folder, layout.test, layout)
 
 
-def _read_files(folder: Path, files: tuple[str, ...], layout: Layout) -> tuple[Tensor, Tensor]:
+def _read_files(folder: Path, files: tuple[str, ...], layout: BinaryFormat) -> tuple[Tensor, Tensor]:
     parts = [read_records(folder / file, label_bytes=layout.label_bytes, classes=layout.classes) for file in files]
     return torch.cat([images for images, _ in parts]), torch.cat([targets for _, targets in parts])
 

@@ -31,23 +31,23 @@ Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
-class Images:
+class ImageFiles:
     """Image paths and targets. `classes` are the sorted folder names, and a target is an index into them."""
 
     paths: tuple[str, ...]
     targets: Tensor
     classes: tuple[str, ...]
 
-    def take(self, indices: Tensor) -> "Images":
+    def take(self, indices: Tensor) -> "ImageFiles":
         """Return the images at `indices`, in that order."""
-        return Images(tuple(self.paths[i] for i in indices.tolist()), self.targets[indices], self.classes)
+        return ImageFiles(tuple(self.paths[i] for i in indices.tolist()), self.targets[indices], self.classes)
 
-    def mixed(self) -> "Images":
+    def mixed(self) -> "ImageFiles":
         """Return the images in a fixed random order, because BatchNorm statistics need batches of mixed classes."""
         return self.take(torch.randperm(len(self.paths), generator=generator(0)))
 
 
-def find_images(folder: Path) -> Images:
+def find_images(folder: Path) -> ImageFiles:
     """List folder/CLASS/IMAGE, with classes and images in sorted order."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; give --data the folder that contains train/ and val/")
@@ -62,10 +62,10 @@ def find_images(folder: Path) -> Images:
             raise ValueError(f"{folder / name}: no images ({', '.join(SUFFIXES)}); add some or remove the class folder")
         paths += found
         counts.append(len(found))
-    return Images(tuple(paths), torch.arange(len(classes)).repeat_interleave(torch.tensor(counts)), classes)
+    return ImageFiles(tuple(paths), torch.arange(len(classes)).repeat_interleave(torch.tensor(counts)), classes)
 
 
-def find_imagenet(root: Path) -> tuple[Images, Images]:
+def find_imagenet(root: Path) -> tuple[ImageFiles, ImageFiles]:
     """Return the images of train/ and val/ under `root`, or under root/imagenet if that exists."""
     root = root / "imagenet" if (root / "imagenet").is_dir() else root
     train, test = find_images(root / "train"), find_images(root / "val")
@@ -167,7 +167,7 @@ class _Reader(Dataset[Batch | str]):
     The error is returned rather than raised, because it would arrive buried in the traceback of another process.
     """
 
-    images: Images
+    images: ImageFiles
     side: int
 
     def __getitem__(self, request: Request) -> Batch | str:
@@ -192,7 +192,7 @@ class ImageFolderLoader:
     With `workers=0` this process reads. Every pass starts its own workers, so that passes may overlap.
     """
 
-    images: Images
+    images: ImageFiles
     batching: Batching
     normalization: Normalization
     device: torch.device

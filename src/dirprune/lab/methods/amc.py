@@ -35,7 +35,7 @@ from dirprune._support.modes import seeded
 from dirprune.lab.methods.ddpg import Agent
 from dirprune.lab.methods.magnitude import layer_masks
 from dirprune.lab.methods.masks import Masked
-from dirprune.lab.models.weights import Weight, prunable
+from dirprune.lab.models.weights import PrunableWeight, prunable
 from dirprune.lab.ranges import BELOW_ONE, COUNT, FRACTION, SEED, check
 
 NOISE = 0.5
@@ -44,7 +44,7 @@ LEARNING_STEPS = 15
 """Steps of actor and critic after each episode."""
 
 
-def describe(weights: Mapping[str, Weight]) -> Tensor:
+def describe(weights: Mapping[str, PrunableWeight]) -> Tensor:
     """Return the features of each layer: place, kind, outputs, inputs, kernel, stride, size; scaled to at most 1."""
     rows = []
     for place, weight in enumerate(weights.values(), start=1):

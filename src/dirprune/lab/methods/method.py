@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dirprune import SparsityReport, sparsity
-from dirprune.lab.models.weights import Weight
+from dirprune.lab.models.weights import PrunableWeight
 
 
 class Method:
@@ -116,7 +116,7 @@ class Reparametrised(Method):
         exempt = {"c": 0.0} if "c" in self.optimizer.defaults else {}
         self.optimizer.add_param_group({"params": parameters, "weight_decay": weight_decay, **exempt})
 
-    def replaced(self) -> list[tuple[Weight, Tensor]]:
+    def replaced(self) -> list[tuple[PrunableWeight, Tensor]]:
         """Return the weights that are not trained directly, each with the tensor that the network computes with."""
         raise NotImplementedError
 

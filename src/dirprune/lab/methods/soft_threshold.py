@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from dirprune.lab.methods.method import Reparametrised
-from dirprune.lab.models.weights import Weight, prunable
+from dirprune.lab.models.weights import PrunableWeight, prunable
 from dirprune.lab.ranges import FINITE, NOT_NEGATIVE, check
 
 
@@ -62,7 +62,7 @@ class Str(Reparametrised):
         check(locals(), decay=NOT_NEGATIVE, start=FINITE)
         self.decay = decay
         self.start = start
-        self.thresholded: list[tuple[Weight, SoftThreshold]] = []
+        self.thresholded: list[tuple[PrunableWeight, SoftThreshold]] = []
 
     def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
         super().attach(model, optimizer, steps=steps, examples=examples)
@@ -77,7 +77,7 @@ class Str(Reparametrised):
             raise ValueError("model has only recurrent layers, which STR cannot prune; use another method")
         self.train_besides([map_.s for _, map_ in self.thresholded], weight_decay=self.decay)
 
-    def replaced(self) -> list[tuple[Weight, Tensor]]:
+    def replaced(self) -> list[tuple[PrunableWeight, Tensor]]:
         return [(weight, map_(weight.parameter)) for weight, map_ in self.thresholded]
 
     @torch.no_grad()

@@ -28,7 +28,7 @@ from torch.nn.functional import linear, softplus
 from torch.optim import Optimizer
 
 from dirprune.lab.methods.method import Reparametrised
-from dirprune.lab.models.weights import Weight, prunable
+from dirprune.lab.models.weights import PrunableWeight, prunable
 from dirprune.lab.ranges import FINITE, FRACTION, NOT_NEGATIVE, POSITIVE, check
 
 LOG_ALPHA_LIMIT = 3.0
@@ -151,7 +151,7 @@ class VariationalDropout(Reparametrised):
         self.anneal = anneal
         self.start = start
         self.pace = pace
-        self.noisy: list[tuple[Weight, list[Variational]]] = []
+        self.noisy: list[tuple[PrunableWeight, list[Variational]]] = []
 
     def attach(self, model: nn.Module, optimizer: Optimizer, *, steps: int, examples: int) -> None:
         super().attach(model, optimizer, steps=steps, examples=examples)
@@ -183,7 +183,7 @@ class VariationalDropout(Reparametrised):
         rise = min(1.0, step / (self.anneal * self.steps)) if self.anneal else 1.0
         self._share.fill_(self.beta * rise / self.examples)
 
-    def replaced(self) -> list[tuple[Weight, Tensor]]:
+    def replaced(self) -> list[tuple[PrunableWeight, Tensor]]:
         return [(weight, layers[0].pruned_weight()) for weight, layers in self.noisy]
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Weight:
+class PrunableWeight:
     """A weight: its name in the model, the parameter, and its places: modules, each with the attribute that holds it.
 
     There are several places if modules share the weight.
@@ -19,7 +19,7 @@ class Weight:
     places: tuple[tuple[nn.Module, str], ...]
 
 
-def prunable(model: nn.Module) -> dict[str, Weight]:
+def prunable(model: nn.Module) -> dict[str, PrunableWeight]:
     """Return the trainable parameters of two dimensions or more, by the name of their layer; tables stay dense.
 
     An embedding's table is pruned if another layer shares it.
@@ -34,7 +34,7 @@ def prunable(model: nn.Module) -> dict[str, Weight]:
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((module, attribute))
     weights = {
-        "" if name == "weight" else name.removesuffix(".weight"): Weight(name, p, tuple(places[id(p)]))
+        "" if name == "weight" else name.removesuffix(".weight"): PrunableWeight(name, p, tuple(places[id(p)]))
         for name, p in model.named_parameters()
         if p.requires_grad and p.dim() > 1 and not all(isinstance(at, nn.Embedding) for at, _ in places.get(id(p), ()))
     }

@@ -79,7 +79,7 @@ class NormRatio:
 
 
 @dataclass(frozen=True)
-class Cost:
+class PublishedCost:
     """A row of the paper's table on wall time and memory: milliseconds per iteration, peak MiB of the first GPU."""
 
     model: str
@@ -157,10 +157,10 @@ def norm_ratios() -> list[NormRatio]:
     ]
 
 
-def costs() -> list[Cost]:
+def costs() -> list[PublishedCost]:
     """Return the table on wall time and memory."""
     return [
-        Cost(
+        PublishedCost(
             row["model"],
             int(row["batch_size"]),
             row["optimizer"],

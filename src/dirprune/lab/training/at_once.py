@@ -19,7 +19,7 @@ import torch
 
 from dirprune.lab import trust
 from dirprune.lab.records.files import InUse
-from dirprune.lab.training.series import Planned, Step, series
+from dirprune.lab.training.series import Planned, RunStep, series
 from dirprune.lab.training.surroundings import Surroundings
 
 PRELOAD = [__name__, "sklearn.datasets", "torch._dynamo"]
@@ -51,7 +51,7 @@ class End:
     lost: str = ""
 
 
-class Job(Protocol):
+class RemoteJob(Protocol):
     """Work for one process on any machine. It can be pickled, and what it yields, too."""
 
     @property
@@ -74,7 +74,7 @@ class Workers(Protocol):
     def room(self) -> int:
         """Return how many jobs to start unless the user says it."""
 
-    def start(self, number: int, job: Job, *, again: bool) -> None: ...
+    def start(self, number: int, job: RemoteJob, *, again: bool) -> None: ...
     def heard(self) -> Iterable[tuple[int, Any]]:
         """Return what jobs have yielded, with their numbers, their warnings and errors, and `End`."""
 
@@ -85,7 +85,7 @@ class Workers(Protocol):
         """End all jobs immediately."""
 
 
-def trained(planned: Sequence[Planned], here: Surroundings) -> Iterator[Step]:
+def trained(planned: Sequence[Planned], here: Surroundings) -> Iterator[RunStep]:
     """Train the runs one after the other, or several at once if ``here`` says so; the results are the same."""
     if not here.several:
         yield from series(planned, here)
@@ -95,7 +95,7 @@ def trained(planned: Sequence[Planned], here: Surroundings) -> Iterator[Step]:
             yield replace(step, number=number)
 
 
-def together(jobs: Sequence[Job], here: Surroundings) -> Iterator[tuple[int, Any]]:
+def together(jobs: Sequence[RemoteJob], here: Surroundings) -> Iterator[tuple[int, Any]]:
     """Do jobs in this process one after the other, or several at once if ``here`` says so."""
     if here.several:
         yield from at_once(jobs, here)
@@ -105,7 +105,7 @@ def together(jobs: Sequence[Job], here: Surroundings) -> Iterator[tuple[int, Any
             yield number, step
 
 
-def at_once(jobs: Sequence[Job], here: Surroundings) -> Generator[tuple[int, Any]]:
+def at_once(jobs: Sequence[RemoteJob], here: Surroundings) -> Generator[tuple[int, Any]]:
     """Do several jobs at a time; yield their numbers and steps as they come, but ends in the order of the jobs.
 
     On a CPU every job has one thread; its results are those of the same job alone with one thread. A job whose worker
@@ -163,7 +163,7 @@ def at_once(jobs: Sequence[Job], here: Surroundings) -> Generator[tuple[int, Any
         raise Failed(_account(failed, jobs))
 
 
-def _account(failed: dict[int, str], jobs: Sequence[Job]) -> str:
+def _account(failed: dict[int, str], jobs: Sequence[RemoteJob]) -> str:
     """Return what failed and why; jobs that failed for the same reason share a line."""
     names: dict[str, list[str]] = {}
     for number, reason in sorted(failed.items()):
@@ -182,7 +182,7 @@ def _workers(here: Surroundings) -> Workers:
     return Cluster(here)
 
 
-def work(job: Job, here: Surroundings, trusted: set[str], *, again: bool) -> Iterator[Any]:
+def work(job: RemoteJob, here: Surroundings, trusted: set[str], *, again: bool) -> Iterator[Any]:
     """Do a job in this process, and yield its steps, its warnings, and the error that ended it as `Failed`."""
     torch.set_num_threads(1)
     for spec in trusted:
@@ -207,7 +207,7 @@ def work(job: Job, here: Surroundings, trusted: set[str], *, again: bool) -> Ite
             yield Failed(str(error) if plain else traceback.format_exc())
 
 
-def _once_free(job: Job, here: Surroundings, patience: float) -> Iterator[Any]:
+def _once_free(job: RemoteJob, here: Surroundings, patience: float) -> Iterator[Any]:
     """Do a job. If a lost worker still holds the lock on its folder, wait for that."""
     until = time.monotonic() + patience
     while True:
@@ -233,7 +233,7 @@ class Processes:
     def room(self) -> int:
         return 1
 
-    def start(self, number: int, job: Job, *, again: bool) -> None:
+    def start(self, number: int, job: RemoteJob, *, again: bool) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
         here = (self._here.device, self._here.root, self._here.save_every)
         arguments = (theirs, self._stop, job, here, trust.allowed(), again)
@@ -265,7 +265,9 @@ class Processes:
             process.terminate()
 
 
-def _in_process(pipe: Connection, stop: Any, job: Job, here: tuple[Any, ...], trusted: set[str], again: bool) -> None:
+def _in_process(
+    pipe: Connection, stop: Any, job: RemoteJob, here: tuple[Any, ...], trusted: set[str], again: bool
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that the user sees decides when to stop
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     device, root, save_every = here

@@ -19,7 +19,7 @@ import torch
 import dirprune
 from dirprune.lab import trust
 from dirprune.lab.records.files import write_text
-from dirprune.lab.training.at_once import POLL, End, Failed, Job, work
+from dirprune.lab.training.at_once import POLL, End, Failed, RemoteJob, work
 from dirprune.lab.training.surroundings import Surroundings
 
 START = "start one with: ray get-auth-token --generate; ray start --head"
@@ -146,7 +146,7 @@ class Cluster:
         needs = {"num_cpus": 1, "num_gpus": 1 if here.device.type == "cuda" else 0}
         # A task that Ray repeats would have to yield the same again, and ours continues: the driver starts it anew.
         self._task = ray.remote(max_retries=0, **needs)(_in_task)
-        self._working: dict[Any, tuple[int, Job]] = {}
+        self._working: dict[Any, tuple[int, RemoteJob]] = {}
         self._markers: dict[Path, Any] = {}
         self._room, self._counted = 1, -math.inf
 
@@ -158,13 +158,13 @@ class Cluster:
             self._counted = time.monotonic()
         return self._room
 
-    def start(self, number: int, job: Job, *, again: bool) -> None:
+    def start(self, number: int, job: RemoteJob, *, again: bool) -> None:
         here = self._here.device, self._here.root, self._here.save_every
         begun = job.folder is not None and (job.folder / "config.json").exists()
         home = Home(here, tuple(sys.argv), frozenset(trust.allowed()))
         self._working[self._task.remote(job, home, self._marker(job), begun, again)] = number, job
 
-    def _marker(self, job: Job) -> Path | None:
+    def _marker(self, job: RemoteJob) -> Path | None:
         """Return a file beside the folder of a job, which the machines that share the folder see."""
         if job.folder is None:
             return None
@@ -212,7 +212,7 @@ class Cluster:
             marker.close()
 
 
-def receive(job: Job, files: Files) -> None:
+def receive(job: RemoteJob, files: Files) -> None:
     """Write the results of a job that has no folder here yet."""
     assert job.folder is not None
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,7 @@ def receive(job: Job, files: Files) -> None:
             write_text(job.folder / name, files.texts[name])
 
 
-def _in_task(job: Job, home: Home, marker: Path | None, begun: bool, again: bool) -> Iterator[Any]:
+def _in_task(job: RemoteJob, home: Home, marker: Path | None, begun: bool, again: bool) -> Iterator[Any]:
     """Do a job in this process of the cluster. `ray.cancel` arrives as a Ctrl-C: the job saves and ends."""
     asked: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
@@ -246,7 +246,7 @@ def _in_task(job: Job, home: Home, marker: Path | None, begun: bool, again: bool
         yield said
 
 
-def results(job: Job) -> Files:
+def results(job: RemoteJob) -> Files:
     """Return the results of a job that has ended here."""
     assert job.folder is not None
     paths = [job.folder / name for name in RESULTS]

@@ -22,7 +22,7 @@ from dirprune.lab.methods import Method
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.files import as_read
 from dirprune.lab.training.loop import Divergence, EpochRecord, Extinct, train
-from dirprune.lab.training.optimizers import Plan
+from dirprune.lab.training.optimizers import TrainingPlan
 from dirprune.lab.training.processes import Process
 from dirprune.lab.training.recipe import Recipe
 from dirprune.lab.training.reward import Reward
@@ -89,7 +89,7 @@ def make_optimizer(recipe: Recipe, model: nn.Module, device: torch.device, loade
     execution = recipe.execution(device.type)
     example = loaders.example(1, device).to(memory_format=execution.memory_format)
     captured_on = device if execution.captures(device) else None
-    return recipe.optimizer.make(model, Plan(recipe.epochs * len(loaders.train), example, captured_on))
+    return recipe.optimizer.make(model, TrainingPlan(recipe.epochs * len(loaders.train), example, captured_on))
 
 
 def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ def _conduct(run: Run, here: Surroundings) -> Iterator[EpochRecord]:
     process.wait()  # the first process may still be writing a checkpoint
     found = checkpoint.latest(run.checkpoints, fault=_fault(run, parts.model))
     _check_records(run, found[0] if found else None, tell=process.is_first)
-    done = _go_back(run, parts, method, found)
+    done = _restore_from(run, parts, method, found)
     process.wait()  # all processes must have read before the first one writes
     if process.is_first:
         checkpoint.set_aside(run.checkpoints, after=done)
@@ -231,7 +231,7 @@ def _zeros(parts: Parts, device: torch.device) -> SparsityReport:
     return sparsity(parts.model, cost=macs(parts.model, parts.loaders.example(2, device)))
 
 
-def _go_back(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoint.State] | None) -> int:
+def _restore_from(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoint.State] | None) -> int:
     """Attach the method, restore everything from the checkpoint ``found``, and return the number of finished epochs.
 
     For a finished run only the plain model is restored; the method is not attached.

@@ -21,7 +21,7 @@ MEASURES = {"weights": "weights", "macs": "cost"}
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """What an optimizer may have to know of the training that it is made for.
 
     Args:
@@ -86,7 +86,7 @@ class OptimizerSpec:
         """The rate of a long run of equal gradients."""
         return self.lr
 
-    def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+    def make(self, model: nn.Module, plan: TrainingPlan | None = None) -> torch.optim.Optimizer:
         """Return the optimizer of a model, which is on its device, for steps that run as planned."""
         raise NotImplementedError
 
@@ -115,7 +115,7 @@ class Sgd(OptimizerSpec):
     def effective_lr(self) -> float:
         return self.lr / (1 - self.momentum)
 
-    def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+    def make(self, model: nn.Module, plan: TrainingPlan | None = None) -> torch.optim.Optimizer:
         captured_on = plan.captured_on if plan else None
         lr = self.lr if captured_on is None else torch.tensor(self.lr, device=captured_on)
         return SGD(model.parameters(), lr=lr, fused=True if captured_on else None, **self._inertia())
@@ -144,7 +144,7 @@ class Grda(Sgd):
         check(vars(self), c=NOT_NEGATIVE, mu=UP_TO_ONE)
         object.__setattr__(self, "exempt", tuple(self.exempt))  # a list, in a file of the user's own
 
-    def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+    def make(self, model: nn.Module, plan: TrainingPlan | None = None) -> torch.optim.Optimizer:
         return _thresholding(self, model, self.c, self.mu, plan)
 
 
@@ -175,11 +175,11 @@ class Rda(Sgd):
         check(vars(self), lam=NOT_NEGATIVE)
         object.__setattr__(self, "exempt", tuple(self.exempt))
 
-    def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+    def make(self, model: nn.Module, plan: TrainingPlan | None = None) -> torch.optim.Optimizer:
         return _thresholding(self, model, self.lam / math.sqrt(self.effective_lr), 1.0, plan)
 
 
-def _thresholding(spec: Grda | Rda, model: nn.Module, c: float, mu: float, plan: Plan | None) -> GRDA:
+def _thresholding(spec: Grda | Rda, model: nn.Module, c: float, mu: float, plan: TrainingPlan | None) -> GRDA:
     groups = prunable_groups(model, c, spec.exempt) if spec.exempt else model.parameters()
     captured = plan is not None and plan.captured_on is not None
     return GRDA(groups, lr=spec.lr, c=c, mu=mu, capturable=captured, **spec._inertia())
@@ -209,7 +209,7 @@ class TargetGrda(Sgd):
         check(vars(self), sparsity=BETWEEN, prune_from=FRACTION, prune_until=UP_TO_ONE)
         object.__setattr__(self, "exempt", tuple(self.exempt))
 
-    def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+    def make(self, model: nn.Module, plan: TrainingPlan | None = None) -> torch.optim.Optimizer:
         groups = _to_prune(model, self.exempt, self.of, plan)
         phases = {"target": self.sparsity, "prune_from": self.prune_from, "prune_until": self.prune_until}
         options: Any = {**phases, **_following(plan), "shape": self.shape}
@@ -226,12 +226,12 @@ class MacsGrda(TargetGrda):
     of: str = "macs"
 
 
-def _following(plan: Plan | None) -> dict[str, Any]:
+def _following(plan: TrainingPlan | None) -> dict[str, Any]:
     """Return the options that an optimizer with a target takes from the plan of the training."""
     return {"steps": plan.steps, "capturable": plan.captured_on is not None} if plan else {}
 
 
-def _to_prune(model: nn.Module, exempt: tuple[str, ...], of: str, plan: Plan | None) -> list[dict[str, Any]]:
+def _to_prune(model: nn.Module, exempt: tuple[str, ...], of: str, plan: TrainingPlan | None) -> list[dict[str, Any]]:
     """Return the groups of an optimizer with a target, with what each weight costs if the target counts that."""
     if of == "weights":
         return prunable_groups(model, exempt=exempt)
@@ -259,7 +259,7 @@ class Adamw(OptimizerSpec):
     def __post_init__(self) -> None:
         check(vars(self), lr=POSITIVE, beta1=BELOW_ONE, beta2=BELOW_ONE, weight_decay=NOT_NEGATIVE, clip=NOT_NEGATIVE)
 
-    def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+    def make(self, model: nn.Module, plan: TrainingPlan | None = None) -> torch.optim.Optimizer:
         captured_on = plan.captured_on if plan else None
         on_device = captured_on is not None
         lr = torch.tensor(self.lr, device=captured_on) if on_device else self.lr
@@ -306,7 +306,7 @@ class TargetAdamGrda(Adamw):
         check(vars(self), sparsity=BETWEEN, power=FRACTION, prune_until=UP_TO_ONE, fix_at=UP_TO_ONE)
         object.__setattr__(self, "exempt", tuple(self.exempt))
 
-    def make(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+    def make(self, model: nn.Module, plan: TrainingPlan | None = None) -> torch.optim.Optimizer:
         phases = {
             "target": self.sparsity,
             "of": MEASURES[self.of],

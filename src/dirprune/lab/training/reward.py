@@ -20,7 +20,7 @@ EXAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Sample:
+class FewBatches:
     """A Loader over a few given batches; all passes are the same."""
 
     batches: tuple[Batch, ...]
@@ -65,6 +65,6 @@ class Reward:
             return self.loaders.validation
         train = self.loaders.train
         count = max(1, EXAMPLES // train.batch_size)
-        return Sample(
+        return FewBatches(
             tuple(islice(train.epoch(0), count)), min(count * train.batch_size, train.examples), train.batch_size
         )

@@ -33,13 +33,13 @@ class Planned:
         """Whether nothing is left to train."""
         return (self.folder / "outcome.json").exists()
 
-    def steps(self, here: Surroundings) -> Iterator[Step]:
+    def steps(self, here: Surroundings) -> Iterator[RunStep]:
         """Train this run alone."""
         return series([self], here)
 
 
 @dataclass(frozen=True)
-class Step:
+class RunStep:
     """Progress of a series: run ``number``, counted from 1, after ``epoch`` epochs, and whether it has ended."""
 
     number: int
@@ -49,7 +49,7 @@ class Step:
     ended: bool = False
 
 
-def series(planned: Sequence[Planned], here: Surroundings) -> Iterator[Step]:
+def series(planned: Sequence[Planned], here: Surroundings) -> Iterator[RunStep]:
     """Train the runs that have not ended yet. A run that diverges counts as ended, and the series continues.
 
     Args:
@@ -65,13 +65,13 @@ def series(planned: Sequence[Planned], here: Surroundings) -> Iterator[Step]:
             if here.stopping():
                 return
             _clear(plan.recipe)
-            yield Step(number, run, run.saved)
+            yield RunStep(number, run, run.saved)
             try:
                 for record in conduct(run, here):
                     note = f"accuracy {record.test_accuracy:.2f}%, {record.weight_sparsity:.1%} of weights zero"
-                    yield Step(number, run, record.epoch, note)
+                    yield RunStep(number, run, record.epoch, note)
             except Diverged as error:
-                yield Step(number, run, len(run.records()), str(error))
+                yield RunStep(number, run, len(run.records()), str(error))
             except (ValueError, OSError):  # e.g. the data are missing
                 if not run.begun:
                     run.discard()  # it would block the next attempt
@@ -80,7 +80,7 @@ def series(planned: Sequence[Planned], here: Surroundings) -> Iterator[Step]:
                 checkpoint.prune(run.checkpoints, keep=run.recipe.keep, last=1)  # older ones are not needed any more
         if run.outcome() is None:  # ``stopping`` returned True
             return
-        yield Step(number, run, plan.recipe.epochs, ended=True)
+        yield RunStep(number, run, plan.recipe.epochs, ended=True)
 
 
 def _open(plan: Planned) -> Run:

@@ -33,7 +33,7 @@ def bench(
 
         where = device_of(device)
         names = model or (["vgg16", "wrn28x10", "resnet50"] if where.type == "cuda" else ["small"])
-        costs: list[benchmark.Cost] = []
+        costs: list[benchmark.StepCost] = []
         if out:
             benchmark.write([], out, where)  # fail before measuring if the file cannot be read or written
         output, finished = Output(as_json), False

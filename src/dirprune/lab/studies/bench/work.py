@@ -57,7 +57,7 @@ MOST_OVERHEAD = 0.05
 
 
 @dataclass(frozen=True)
-class Cost:
+class StepCost:
     """The cost of a training step with one network and optimizer: milliseconds (median of rounds) and peak MiB."""
 
     model: str
@@ -113,7 +113,7 @@ class _Trainer:
 
 def bench(
     name: str, *, device: torch.device, lean: bool | None = None, rounds: int = 7, steps: int = 50
-) -> Iterator[Cost]:
+) -> Iterator[StepCost]:
     """Yield the cost of a step of this network with SGD, then with gRDA. Rounds of the two alternate.
 
     ``lean`` decides whether gRDA's weights are bfloat16; None takes the recipe's value.
@@ -147,7 +147,7 @@ def bench(
             times[optimizer].append(trainer.steps(steps))
     for optimizer, trainer in trainers.items():
         ms = 1e3 * statistics.median(times[optimizer])
-        yield Cost(
+        yield StepCost(
             model=name,
             batch_size=recipe.batch_size,
             parameters=sum(p.numel() for p in trainer.model.parameters()),
@@ -175,7 +175,7 @@ def _overhead(trainer: _Trainer, seconds: float = 10.0) -> float:
     return max(0.0, statistics.median(shares))
 
 
-def ratio_to_sgd(cost: Cost, costs: Sequence[Cost]) -> float:
+def ratio_to_sgd(cost: StepCost, costs: Sequence[StepCost]) -> float:
     """Return the time of a step as a multiple of SGD's with the same network, which must be among ``costs``."""
     return cost.ms / next(each.ms for each in costs if (each.model, each.optimizer) == (cost.model, "sgd"))
 
@@ -184,7 +184,7 @@ SPARE = ("floor ms", "rest of an epoch", "MiB")
 """Columns that are dropped on a narrow terminal, in this order."""
 
 
-def table(costs: Sequence[Cost]) -> list[dict[str, str]]:
+def table(costs: Sequence[StepCost]) -> list[dict[str, str]]:
     """Return the costs as rows of text by column, next to the paper's V100 figures."""
     published_costs = {(cost.model, cost.optimizer): cost for cost in published.costs()}
     rows = []
@@ -235,10 +235,10 @@ class Bar:
         }
 
 
-def bars(costs: Sequence[Cost]) -> list[Bar]:
+def bars(costs: Sequence[StepCost]) -> list[Bar]:
     """Return the targets and measured values of every network that was measured on a GPU with both optimizers."""
     found = []
-    by_model: dict[str, dict[str, Cost]] = {}
+    by_model: dict[str, dict[str, StepCost]] = {}
     for cost in costs:
         by_model.setdefault(cost.model, {})[cost.optimizer] = cost
     for model, pair in by_model.items():
@@ -258,7 +258,7 @@ def bars(costs: Sequence[Cost]) -> list[Bar]:
 
 
 @dataclass(frozen=True)
-class Measured(Cost):
+class MeasuredCost(StepCost):
     """A cost, with the hardware, torch version, commit and command of its measurement."""
 
     hardware: str
@@ -267,12 +267,12 @@ class Measured(Cost):
     command: str
 
 
-def write(costs: Sequence[Cost], path: Path, device: torch.device) -> None:
+def write(costs: Sequence[StepCost], path: Path, device: torch.device) -> None:
     """Write the costs to a CSV file. Its rows for other networks and other hardware are kept."""
     where = environment(device)
     told: dict[str, Any] = {"torch": where.torch, "commit": where.commit, "command": where.command}
-    rows = [Measured(**cost.to_dict(), hardware=where.device, **told) for cost in costs]
-    merge_rows(path, Measured, rows, key=("model", "batch_size", "optimizer", "hardware"))
+    rows = [MeasuredCost(**cost.to_dict(), hardware=where.device, **told) for cost in costs]
+    merge_rows(path, MeasuredCost, rows, key=("model", "batch_size", "optimizer", "hardware"))
 
 
 def _floor_ms(model: str, workload: Workload, batch_size: int) -> float:

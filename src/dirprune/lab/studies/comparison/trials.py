@@ -28,7 +28,7 @@ FACTORS = (0.5, 1.0, 2.0, 4.0)
 BETAS = (0.03, 0.1, 0.3, 1.0)
 """The values of β over which variational dropout is swept without weight decay."""
 
-PULL = 11.0
+STR_DECAY_OVER_TRAINING = 11.0
 """The value of d Σγᵢ, for STR's decay d without weight decay, that left 7% of the weights of the digits network."""
 
 FASTEST = 0.01
@@ -51,8 +51,8 @@ def usual(recipe: Recipe) -> list[str]:
     >>> usual(recipes.get("digits"))[:5]
     ['grda', 'grda-target', 'sgd', 'rda', 'magnitude']
     """
-    kin = [name for name, kind in OPTIMIZERS.items() if kind.dense == recipe.optimizer.dense]
-    return kin + [name for name, variant in METHODS.items() if not (variant.fixed or variant.is_control)]
+    alike = [name for name, kind in OPTIMIZERS.items() if kind.dense == recipe.optimizer.dense]
+    return alike + [name for name, variant in METHODS.items() if not (variant.fixed or variant.is_control)]
 
 
 def contestant(name: str) -> type[OptimizerSpec] | Variant:
@@ -251,7 +251,9 @@ def str_decay(recipe: Recipe, batches: int) -> float:
     Without the gradient of the loss, s would end at s₀ exp(−d Σγᵢ). Weight decay also pulls weights to the threshold.
     """
     total = exposure(recipe, batches)
-    return min(PULL * weight_decay_share(recipe, total) / total, FASTEST / recipe.optimizer.effective_lr)
+    return min(
+        STR_DECAY_OVER_TRAINING * weight_decay_share(recipe, total) / total, FASTEST / recipe.optimizer.effective_lr
+    )
 
 
 def weight_decay_share(recipe: Recipe, total: float) -> float:

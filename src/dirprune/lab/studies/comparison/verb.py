@@ -232,12 +232,12 @@ def _train(study: Study, settings: Mapping[str, Settings]) -> bool:
 
     from dirprune.lab.cli.follow import follow_series
     from dirprune.lab.studies.comparison import rows, trials
-    from dirprune.lab.studies.comparison.work import Progress, compare, layers_left, wider
+    from dirprune.lab.studies.comparison.work import ComparisonStep, compare, layers_left, wider
     from dirprune.lab.training.experiment import load_data
 
     told: set[str] = set()
 
-    def ended(step: Progress) -> None:
+    def ended(step: ComparisonStep) -> None:
         if step.row is not None and step.row.run not in told:
             told.add(step.row.run)
             study.output.record(asdict(step.row))

@@ -28,7 +28,7 @@ MOST_VALUES = 8
 
 
 @dataclass(frozen=True)
-class Progress:
+class ComparisonStep:
     """Progress of a comparison: trial ``number`` after ``epoch`` epochs, with its ``row`` if the trial has ended."""
 
     number: int
@@ -41,7 +41,7 @@ class Progress:
         return self.row is not None
 
 
-def compare(planned: Sequence[Recipe], out: Path, here: Surroundings) -> Iterator[Progress]:
+def compare(planned: Sequence[Recipe], out: Path, here: Surroundings) -> Iterator[ComparisonStep]:
     """Train the runs that have not ended yet, one after the other, each from its current epoch.
 
     A run that diverges counts as ended, and the comparison continues.
@@ -60,12 +60,12 @@ def compare(planned: Sequence[Recipe], out: Path, here: Surroundings) -> Iterato
     missing = []
     for number, recipe in enumerate(planned, start=1):
         if run_name(recipe) in ended:
-            yield Progress(number, recipe.epochs, row=ended[run_name(recipe)])
+            yield ComparisonStep(number, recipe.epochs, row=ended[run_name(recipe)])
         else:
             missing.append((number, Planned(out / "runs" / run_name(recipe), recipe)))
     for step in trained([each for _, each in missing], here):
         row = Row.of(step.run.read(), options) if step.ended else None
-        yield Progress(missing[step.number - 1][0], step.epoch, step.note, row)
+        yield ComparisonStep(missing[step.number - 1][0], step.epoch, step.note, row)
 
 
 def wider(planned: Sequence[Recipe], found: Sequence[Ended], sparsities: Sequence[float]) -> dict[str, list[float]]:

@@ -19,7 +19,7 @@ from dirprune.lab.progress import Progress
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.columns import Amount, Column, Count
 from dirprune.lab.records.tables import merge_rows, read_rows
-from dirprune.lab.studies.direction.spectrum import Lanczos, Subject, measuring_runs, subject
+from dirprune.lab.studies.direction.spectrum import Curvature, Lanczos, curvature_of, measuring_runs
 from dirprune.lab.training.optimizers import Grda
 from dirprune.lab.training.runs import Run, parameters_of, weights_of
 from dirprune.weights import flatten, take
@@ -100,13 +100,13 @@ def project(
     chosen = _choose_epochs([sgd, *grdas], epochs)
     settings, every = {"sgd": sgd.folder.name, "k": k}, product((sgd, *grdas), chosen)
     with measuring_runs(out, "projection.csv", settings, lanczos, device, every):
-        bench: Subject | None = None
+        bench: Curvature | None = None
         known = {row.epoch for row in read_rows(out / "eigenvalues.csv", EigenvalueRow)}
         for epoch in chosen:
             rows = (row for row in read_rows(out / "projection.csv", ProjectionRow) if row.epoch == epoch)
             measured = {row.run: row for row in rows if epoch in known or not row.eigenvectors}
             if missing := [run for run in grdas if run.folder.name not in measured]:
-                bench = bench or subject(sgd.recipe, lanczos, device=device, root=root)
+                bench = bench or curvature_of(sgd.recipe, lanczos, device=device, root=root)
                 bench.load(weights_of(sgd, epoch)[1], str(sgd.folder))
                 new = yield from _measure_epoch(bench, missing, epoch, k, out)
                 measured |= {row.run: row for row in new}
@@ -115,9 +115,9 @@ def project(
 
 
 def _measure_epoch(
-    bench: Subject, runs: Sequence[Run], epoch: int, k: int, out: Path
+    bench: Curvature, runs: Sequence[Run], epoch: int, k: int, out: Path
 ) -> Generator[Progress, None, list[ProjectionRow]]:
-    """Yield progress; measure these runs at the subject's weights, add the rows to the tables, and return them."""
+    """Yield progress; measure these runs at its weights, add the rows to the tables, and return them."""
     pairs, goal = yield from bench.eigenpairs(k, _products(out, epoch), what=f"epoch {epoch}")
     rows = [_measure(run, epoch, bench, pairs, goal) for run in runs]
     values = _eigenvalues(epoch, pairs)
@@ -186,7 +186,7 @@ def _choose_epochs(runs: Sequence[Run], wanted: Iterable[int] | None) -> list[in
     return chosen
 
 
-def _measure(run: Run, epoch: int, bench: Subject, pairs: Eigenpairs, goal: float) -> ProjectionRow:
+def _measure(run: Run, epoch: int, bench: Curvature, pairs: Eigenpairs, goal: float) -> ProjectionRow:
     positive = pairs.vectors[:, pairs.values > 0]
     w_sgd = flatten(take(bench.model))
     w_grda = flatten(parameters_of(bench.model, weights_of(run, epoch)[1])).to(w_sgd)

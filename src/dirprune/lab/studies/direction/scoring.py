@@ -19,11 +19,11 @@ from dirprune.lab.progress import Progress
 from dirprune.lab.records.columns import Column, Fraction, Percent, cells
 from dirprune.lab.records.tables import merge_rows, read_rows, write_rows
 from dirprune.lab.studies.direction.spectrum import (
+    Curvature,
     Lanczos,
-    Subject,
     conv_precision,
+    curvature_of,
     measuring_runs,
-    subject,
 )
 from dirprune.lab.studies.direction.surgeon import FITS, surgeon_pruner, whole
 from dirprune.lab.text import NOTHING
@@ -127,7 +127,7 @@ def score(
     if epoch == 0 and given is None:
         raise ValueError(f"{run.folder} has only its initial weights; train it, or give --epoch 0 to prune those")
     settings = {"run": run.folder.name, "epoch": epoch, "samples": samples, "recalibrate": recalibrate}
-    bench = subject(run.recipe, lanczos, device=device, root=root)
+    bench = curvature_of(run.recipe, lanczos, device=device, root=root)
     with measuring_runs(out, "score.csv", settings, lanczos, device, [(run, epoch)]):
         bench.load(state, str(run.folder))
         yield from _prune_all(bench, state, out, ks, grid, samples, recalibrate)
@@ -141,7 +141,7 @@ def measured(out: Path) -> list[ScoreRow]:
 
 
 def _prune_all(
-    bench: Subject,
+    bench: Curvature,
     state: Mapping[str, Any],
     out: Path,
     ks: Sequence[int],
@@ -172,7 +172,9 @@ def _prune_all(
             yield Progress("pruned networks", done, len(methods) * len(sparsities), unit="networks")
 
 
-def _pruner(method: str, bench: Subject, w: Tensor, vectors: Tensor, samples: int) -> Generator[Progress, None, Pruner]:
+def _pruner(
+    method: str, bench: Curvature, w: Tensor, vectors: Tensor, samples: int
+) -> Generator[Progress, None, Pruner]:
     if method == "directional":
         return directional_pruner(w, directional_score(w, vectors))
     if method == "magnitude":
@@ -221,7 +223,7 @@ def _check(ks: Sequence[int], sparsities: Sequence[float], samples: int) -> None
         raise ValueError(f"samples={samples}: the estimate of the diagonal needs at least one product")
 
 
-def _eigenvectors(bench: Subject, w: Tensor, k: int, out: Path) -> Generator[Progress, None, Tensor]:
+def _eigenvectors(bench: Curvature, w: Tensor, k: int, out: Path) -> Generator[Progress, None, Tensor]:
     """Yield progress; write the eigenvalues, and return the eigenvectors of positive eigenvalues."""
     if not k:
         return w.new_empty(len(w), 0)
@@ -233,7 +235,7 @@ def _eigenvectors(bench: Subject, w: Tensor, k: int, out: Path) -> Generator[Pro
     return pairs.vectors[:, pairs.values > 0]
 
 
-def _saliency(bench: Subject, w: Tensor, samples: int) -> Generator[Progress, None, Tensor]:
+def _saliency(bench: Curvature, w: Tensor, samples: int) -> Generator[Progress, None, Tensor]:
     """Yield progress; return the saliency of each weight in optimal brain damage, ½ |H_jj| w_j².
 
     At a minimum no H_jj is negative. The error of a negative estimate is at least its magnitude, so its magnitude is
@@ -247,7 +249,9 @@ def _saliency(bench: Subject, w: Tensor, samples: int) -> Generator[Progress, No
     return (total / samples).abs() * w.square() / 2
 
 
-def _measure(bench: Subject, pruned: Tensor, lam: float, recalibrate: bool) -> tuple[float, float, float, float, float]:
+def _measure(
+    bench: Curvature, pruned: Tensor, lam: float, recalibrate: bool
+) -> tuple[float, float, float, float, float]:
     """Return the last five values of a `ScoreRow`; the pruned weights stay in the model."""
     sparsity = float((pruned == 0).double().mean())
     if math.isinf(lam):

@@ -70,17 +70,17 @@ class Lanczos:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Curvature:
     """A network with the Hessian of its training loss, at the weights that were loaded last.
 
-    ``hessian`` is the operator for Lanczos; ``judge`` is the same matrix in a precision that gives reliable residuals.
+    ``hessian`` is the operator for Lanczos; ``exact`` is the same matrix in a precision that gives reliable residuals.
     ``curved`` holds the examples in both Hessians, ``train`` and ``test`` the whole sets; ``lanczos`` says how the
     eigenpairs are computed.
     """
 
     model: nn.Module
     hessian: SymmetricOperator
-    judge: SymmetricOperator
+    exact: SymmetricOperator
     curved: Loader
     train: Loader
     test: Loader
@@ -94,10 +94,10 @@ class Subject:
     def eigenpairs(self, k: int, products: Path, *, what: str) -> Generator[Progress, None, tuple[Eigenpairs, float]]:
         """Do as `leading_eigenpairs`, with the products saved in a folder until the caller removes it."""
         journal = Journal(self.hessian, products)
-        return (yield from leading_eigenpairs(journal, k, self.lanczos, what=what, judge=self.judge))
+        return (yield from leading_eigenpairs(journal, k, self.lanczos, what=what, exact=self.exact))
 
 
-def subject(recipe: Recipe, lanczos: Lanczos, *, device: torch.device, root: Path | None = None) -> Subject:
+def curvature_of(recipe: Recipe, lanczos: Lanczos, *, device: torch.device, root: Path | None = None) -> Curvature:
     """Build the recipe's network and the Hessian of its loss on its training data.
 
     On a GPU, tensor cores are faster with channels_last, plain float32 convolutions with the default format.
@@ -106,8 +106,8 @@ def subject(recipe: Recipe, lanczos: Lanczos, *, device: torch.device, root: Pat
     plain = recipe.but(batch_size=lanczos.batch_size, augment=False, cpu=execution, cuda=execution)
     parts = assemble(plain, device=device, root=root)
     curved = part_of(parts.loaders.train, lanczos.examples)
-    hessian, judge = _operators(parts.model, curved, lanczos)
-    return Subject(parts.model, hessian, judge, curved, parts.loaders.train, parts.loaders.test, lanczos)
+    hessian, exact = _operators(parts.model, curved, lanczos)
+    return Curvature(parts.model, hessian, exact, curved, parts.loaders.train, parts.loaders.test, lanczos)
 
 
 @contextmanager
@@ -136,10 +136,10 @@ def _operators(model: nn.Module, curved: Loader, lanczos: Lanczos) -> tuple[Guar
     tensor_cores = lanczos.precision != "float32"
     compiled = next(model.parameters()).is_cuda and len(curved) >= COMPILED_FROM
     op = HessianOperator(model, cross_entropy, curved, compiled=compiled, autocast=low)
-    hessian = judge = Guarded(op, tensor_cores)
+    hessian = exact = Guarded(op, tensor_cores)
     if low:
-        judge = Guarded(HessianOperator(model, cross_entropy, curved), tensor_cores)
-    return hessian, judge
+        exact = Guarded(HessianOperator(model, cross_entropy, curved), tensor_cores)
+    return hessian, exact
 
 
 def part_of(loader: Loader, examples: int | None) -> Loader:
@@ -262,11 +262,11 @@ def conv_precision(*, tf32: bool) -> Iterator[None]:
 
 
 def leading_eigenpairs(
-    op: SymmetricOperator, k: int, lanczos: Lanczos, *, what: str, judge: SymmetricOperator
+    op: SymmetricOperator, k: int, lanczos: Lanczos, *, what: str, exact: SymmetricOperator
 ) -> Generator[Progress, None, tuple[Eigenpairs, float]]:
     """Yield progress; return the leading eigenpairs and the largest residual that counts as converged.
 
-    Eigenvalues and residuals are those of ``judge``: the same matrix in a precision that makes them reliable.
+    Eigenvalues and residuals are those of ``exact``: the same matrix in a precision that makes them reliable.
     """
     if k > op.size:
         raise ValueError(f"k={k}: the network has {op.size:,} weights; give at most as many")
@@ -275,6 +275,6 @@ def leading_eigenpairs(
         worst = float(step.bounds.max()) / step.scale if step.scale else 0.0
         yield Progress(what, step.iterations, lanczos.max_iterations, f"residual {worst:.1e}", "products")
     yield Progress(f"{what}, true residuals", 0, k, unit="products")
-    pairs = step.pairs(judge)
+    pairs = step.pairs(exact)
     yield Progress(f"{what}, true residuals", k, k, unit="products")
     return pairs, lanczos.tolerance * step.scale

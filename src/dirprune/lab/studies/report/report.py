@@ -36,13 +36,13 @@ SPARE = (
     "total",
     "epochs",
 )
-"""Columns of `Row.cells` that are dropped on a narrow terminal, in this order."""
+"""Columns of `ReportRow.cells` that are dropped on a narrow terminal, in this order."""
 _NAMELESS: dict[str, Any] = {"seed": 0, "about": "", "keep": (), "published": ()}  # not part of a setting
 _TOLD = {"name", "optimizer", "c", "mu", "lam", "method", "options"}  # already in `Recipe.setting`
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One setting over its seeds, at the last epoch that all seeds have finished; seeds without an epoch are left out.
 
     ``test_accuracy`` is in percent, the sparsities are fractions; ``macs_left`` is the fraction of the multiplications
@@ -97,11 +97,11 @@ class Group:
         return [run.records for run in self.runs]
 
     @property
-    def row(self) -> Row:
+    def row(self) -> ReportRow:
         recipe = self.runs[0].recipe
         options = vars(recipe.pruner)
         started = [run for run in self.runs if run.records]
-        row = Row(
+        row = ReportRow(
             recipe=recipe.name,
             setting=self.setting,
             optimizer=recipe.optimizer.name,
@@ -143,7 +143,7 @@ class Report:
         return list(beside_sgd([each.run for group in self.groups for each in group.runs]))
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ReportRow]:
         return [group.row for group in self.groups]
 
     @property

@@ -17,7 +17,7 @@ from dirprune.lab import published
 from dirprune.lab.names import unknown
 from dirprune.lab.published import Estimate, PublishedCell, Setting
 from dirprune.lab.studies.reproduction import ledger
-from dirprune.lab.studies.reproduction.ledger import Trajectory
+from dirprune.lab.studies.reproduction.ledger import Recorded
 from dirprune.lab.training import recipes
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.lab.training.recipe import Recipe
@@ -26,7 +26,7 @@ SURPRISING = 0.001
 """Cells whose `Cell.chance` is below this need an explanation; the page lists them."""
 
 
-TELLING: dict[str, tuple[float | None, ...]] = {
+BY_INFORMATION: dict[str, tuple[float | None, ...]] = {
     "vgg16-cifar10": (None, 0.6, 0.51, 0.7, 0.4),
     "wrn28x10-cifar10": (0.55, None, 0.65, 0.501, 0.6),
     "wrn28x10-cifar100": (0.55, None, 0.65, 0.501, 0.6),
@@ -55,7 +55,7 @@ class Cell:
         return deviation(self.mean, self.published.paper)
 
     @property
-    def honest_deviation(self) -> float | None:
+    def comparable_deviation(self) -> float | None:
         """The difference of our mean from that of the authors' comparable runs, in sample stds.
 
         Comparable runs are those that measured as ours do.
@@ -113,9 +113,9 @@ def compare(results: Path) -> list[Cell]:
     ]
 
 
-def reproductions(runs: Iterable[Trajectory]) -> dict[Setting, list[Trajectory]]:
+def reproductions(runs: Iterable[Recorded]) -> dict[Setting, list[Recorded]]:
     """Return the runs with at least one epoch that follow a published recipe, by setting, published or not."""
-    groups: dict[Setting, list[Trajectory]] = {}
+    groups: dict[Setting, list[Recorded]] = {}
     for run in runs:
         if run.epochs and not run.entry.departs and run.entry.recipe in published.EXPERIMENTS:
             groups.setdefault(setting_of(run), []).append(run)
@@ -136,10 +136,10 @@ def wanted(results: Path, *, experiments: Iterable[str] = published.EXPERIMENTS,
         done[setting] = {run.entry.seed for run in runs if run.entry.complete != "no"}
     rounds: list[tuple[int, Recipe]] = []
     for experiment in experiments:
-        if experiment not in TELLING:
-            raise unknown("published experiment", experiment, TELLING)
+        if experiment not in BY_INFORMATION:
+            raise unknown("published experiment", experiment, BY_INFORMATION)
         by_mu = {setting.mu: setting for setting in published.settings(experiment)}
-        for setting in (by_mu[mu] for mu in TELLING[experiment]):
+        for setting in (by_mu[mu] for mu in BY_INFORMATION[experiment]):
             there = done.get(setting, set())
             free = (seed for seed in itertools.count(1) if seed not in there)
             rounds += [(number, _recipe(setting, next(free))) for number in range(len(there), seeds)]
@@ -153,7 +153,7 @@ def _recipe(setting: Setting, seed: int) -> Recipe:
     return recipe.but(c=setting.c, mu=setting.mu)
 
 
-def setting_of(run: Trajectory) -> Setting:
+def setting_of(run: Recorded) -> Setting:
     entry = run.entry
     if entry.optimizer == "sgd":
         return Setting(entry.recipe, "sgd")
@@ -191,7 +191,7 @@ def conclusion(cells: Sequence[Cell]) -> list[str]:
     have = [cell for cell in cells if not cell.missing]
     settings = by_setting(cells)
     lines = [f"{len(have)} of {len(cells)} published cells have a run of ours."]
-    if measured := [cell for cell in have if cell.honest_deviation is not None]:
+    if measured := [cell for cell in have if cell.comparable_deviation is not None]:
         seen, expected = sum(map(is_beyond, measured)), sum(map(chance_beyond, measured))
         lines.append(
             f"Beyond {FAR}σ of the authors' comparable runs: {seen} of {len(measured)} cells, where {expected:.0f} are "
@@ -204,7 +204,7 @@ def conclusion(cells: Sequence[Cell]) -> list[str]:
         name, most = max(groups.items(), key=lambda group: sum(map(is_beyond, group[1])))
         if count := sum(map(is_beyond, most)):
             lines.append(f"Most often: {name}, {count} of {len(most)} cells.")
-    if flat := [cell for cell in have if cell.honest_deviation is None]:
+    if flat := [cell for cell in have if cell.comparable_deviation is None]:
         furthest = max(abs(cell.mean - cell.published.comparable.mean) for cell in flat)
         lines.append(
             f"In {len(flat)} more all their runs logged the same digits; ours differ by at most {furthest:.2g}."
@@ -224,7 +224,7 @@ FAR = 2
 
 def is_beyond(cell: Cell) -> bool:
     """Return whether our mean lies more than `FAR` stds from that of the authors' comparable runs."""
-    return cell.honest_deviation is not None and abs(cell.honest_deviation) > FAR
+    return cell.comparable_deviation is not None and abs(cell.comparable_deviation) > FAR
 
 
 def chance_beyond(cell: Cell) -> float:
@@ -243,7 +243,7 @@ def surprising(cells: Iterable[Cell]) -> list[Cell]:
     return [cell for p, _, cell in sorted(odd, key=lambda item: item[:2]) if p < SURPRISING]
 
 
-def around(cell: Cell, runs: Iterable[Trajectory], *, reach: int = 10) -> tuple[float, float] | None:
+def around(cell: Cell, runs: Iterable[Recorded], *, reach: int = 10) -> tuple[float, float] | None:
     """Return our mean and the authors' over the same epochs near a cell's, without its own; None if there are none.
 
     This distinguishes a single odd epoch from a run that is off throughout. After epoch 20, the authors' means are

@@ -71,7 +71,7 @@ class Epoch(EpochRecord, Origin):
 
 
 @dataclass(frozen=True)
-class Trajectory:
+class Recorded:
     """A run in the ledger, with its epochs."""
 
     entry: Entry
@@ -103,15 +103,15 @@ def collect(folders: Iterable[Path], results: Path) -> list[str]:
     return taken
 
 
-def read(results: Path) -> list[Trajectory]:
+def read(results: Path) -> list[Recorded]:
     """Return all runs of the ledger; [] if there is no ledger yet."""
     epochs: dict[str, list[Epoch]] = {}
     for epoch in read_rows(results / "trajectories.csv", Epoch):
         epochs.setdefault(epoch.run, []).append(epoch)
-    return [Trajectory(entry, tuple(epochs.get(entry.run, ()))) for entry in read_rows(results / "ledger.csv", Entry)]
+    return [Recorded(entry, tuple(epochs.get(entry.run, ()))) for entry in read_rows(results / "ledger.csv", Entry)]
 
 
-def _trajectory(run: History) -> Trajectory:
+def _trajectory(run: History) -> Recorded:
     """Return the ledger entry and the epochs of a run."""
     run.run.check_known()
     recipe, options = run.recipe, run.recipe.values()
@@ -132,7 +132,7 @@ def _trajectory(run: History) -> Trajectory:
         **_circumstances(run),
     )
     origin = (name, recipe.task.data, recipe.model, recipe.optimizer.name, c, mu, recipe.seed)
-    return Trajectory(entry, tuple(Epoch(*origin, **_rounded(record)) for record in run.records))
+    return Recorded(entry, tuple(Epoch(*origin, **_rounded(record)) for record in run.records))
 
 
 def _part_of_the_data(run: History) -> str:

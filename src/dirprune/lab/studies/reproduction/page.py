@@ -13,14 +13,14 @@ from dirprune.lab import plots, published
 from dirprune.lab.plots import Curve
 from dirprune.lab.published import Estimate, Setting
 from dirprune.lab.records.tables import read_rows, write_rows
-from dirprune.lab.studies.bench.work import Measured
+from dirprune.lab.studies.bench.work import MeasuredCost
 from dirprune.lab.studies.reproduction import cells as reproduce
 from dirprune.lab.studies.reproduction import figures as reproduction_plots
 from dirprune.lab.studies.reproduction import ledger
 from dirprune.lab.studies.reproduction.cells import Cell, format_deviation
-from dirprune.lab.studies.reproduction.ledger import Trajectory
+from dirprune.lab.studies.reproduction.ledger import Recorded
 
-Groups = dict[Setting, list[Trajectory]]
+Groups = dict[Setting, list[Recorded]]
 
 IMAGENET_IMAGES = 1_281_167
 TITLES = {
@@ -70,7 +70,7 @@ class CellRow:
             given.comparable.n,
             given.comparable.mean,
             given.comparable.std,
-            cell.honest_deviation,
+            cell.comparable_deviation,
         )
 
 
@@ -109,7 +109,7 @@ def page(results: Path) -> str:
     """Return the page as Markdown."""
     runs, cells = ledger.read(results), reproduce.compare(results)
     groups = reproduce.reproductions(runs)
-    bench = [row for row in read_rows(results / "bench.csv", Measured) if row.floor_ms is not None]
+    bench = [row for row in read_rows(results / "bench.csv", MeasuredCost) if row.floor_ms is not None]
     return Template(WORDS.read_text(encoding="utf-8")).substitute(
         conclusion="\n".join(f"- {line}" for line in reproduce.conclusion(cells)),
         ends=_ends(cells),
@@ -168,7 +168,7 @@ def _brief(cell: Cell) -> tuple[str, str, str]:
     return _ours(cell), _estimate(paper, cell.published.metric), format_deviation(cell.mean, paper)
 
 
-def _sentence(cell: Cell, runs: list[Trajectory]) -> str:
+def _sentence(cell: Cell, runs: list[Recorded]) -> str:
     given = cell.published
     sentence = (
         f"{given.setting.experiment}, {given.setting}, {_words(given.metric)} at epoch {given.epoch}: {_ours(cell)}, "
@@ -209,7 +209,7 @@ def _norm_figure(groups: Groups) -> Figure:
     return reproduction_plots.norm_ratio(published.norm_ratios(), ours)
 
 
-def _curve(run: Trajectory, metric: str) -> Curve:
+def _curve(run: Recorded, metric: str) -> Curve:
     return [epoch.epoch for epoch in run.epochs], [reproduce.value(epoch, metric) for epoch in run.epochs]
 
 
@@ -225,7 +225,7 @@ def _norms(groups: Groups) -> str:
     return table(["experiment", "run", "epoch", "ours", "paper", "bound d^-½"], rows)
 
 
-def _imagenet(bench: list[Measured]) -> str:
+def _imagenet(bench: list[MeasuredCost]) -> str:
     """Return how long a run of Figure 3 takes, from the time of a step: the paper's, and ours if it was measured."""
     steps = -(-IMAGENET_IMAGES // 256) * published.imagenet_runs()[0].epochs[-1]
     theirs = next(cost.ms for cost in published.costs() if (cost.model, cost.optimizer) == ("resnet50", "grda"))
@@ -242,7 +242,7 @@ def _hours(ms: float, steps: int) -> str:
     return f"{ms * steps / 3.6e6:.1f}"
 
 
-def _costs(bench: list[Measured]) -> str:
+def _costs(bench: list[MeasuredCost]) -> str:
     """Return the paper's table of wall time and memory, with our numbers beside it."""
     measured = {(row.model, row.batch_size, row.optimizer): row for row in bench}
     theirs = {(cost.model, cost.batch_size, cost.optimizer): cost for cost in published.costs()}

@@ -71,7 +71,7 @@ def reproduce(
 
             interruption = Interruption(minutes)
             here = surroundings(device, data, interruption, at_once, cluster)
-            missing = comparing.wanted(results, experiments=only or comparing.TELLING, seeds=seeds)
+            missing = comparing.wanted(results, experiments=only or comparing.BY_INFORMATION, seeds=seeds)
             kept = tuple(integers("--keep", keep)) if keep else ()
             _train_missing([recipe.but(keep=kept) for recipe in missing], runs, results, here, interruption)
         if not (results / "ledger.csv").exists():
@@ -84,7 +84,7 @@ def reproduce(
             output.tell("")
         for cell in cells:
             if not cell.missing:
-                off_by = {"deviation": cell.deviation, "comparable_deviation": cell.honest_deviation}
+                off_by = {"deviation": cell.deviation, "comparable_deviation": cell.comparable_deviation}
                 output.record({**asdict(cell), "mean": cell.mean, **off_by})
         for line in (*comparing.conclusion(cells), *(f"missing: {gap}" for gap in comparing.missing(cells))):
             output.tell(line)
@@ -100,7 +100,7 @@ def _train_missing(
     from dirprune.lab.studies.reproduction import ledger
     from dirprune.lab.training.at_once import trained
     from dirprune.lab.training.runs import default_name
-    from dirprune.lab.training.series import Planned, Step
+    from dirprune.lab.training.series import Planned, RunStep
 
     if not missing:
         say("Every setting has its runs; raise --seeds for more.")
@@ -111,12 +111,12 @@ def _train_missing(
 
     begun: dict[Path, None] = {}
 
-    def noting(steps: Iterable[Step]) -> Iterator[Step]:
+    def noting(steps: Iterable[RunStep]) -> Iterator[RunStep]:
         for step in steps:
             begun[step.run.folder] = None
             yield step
 
-    def ended(step: Step) -> None:
+    def ended(step: RunStep) -> None:
         ledger.collect([step.run.folder], results)
         outcome = step.run.outcome()
         if outcome and outcome.diverged:

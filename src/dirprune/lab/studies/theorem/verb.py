@@ -46,7 +46,7 @@ def theory(
                     advance(1, note=f"{event.part}, γ={row['gamma']:g}")
                     output.record({"part": event.part, **row})
         findings = [event for event in events if isinstance(event, work.Finding)]
-        write_rows(out / "theory.csv", work.Value, work.values(findings, seed=seed))
+        write_rows(out / "theory.csv", work.TheoryValue, work.values(findings, seed=seed))
         for name, figure in drawing.figures(events).items():
             plots.save(figure, pictures / f"theory-{name}.png")
         for part, rows in found.items():

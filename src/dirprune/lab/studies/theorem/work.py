@@ -66,7 +66,7 @@ Event: TypeAlias = Finding | LimitPath | Trajectory | Valley
 
 
 @dataclass(frozen=True)
-class Value:
+class TheoryValue:
     """One line of theory.csv: a quantity of a row, with seed, command, commit and hardware."""
 
     part: str
@@ -84,12 +84,12 @@ FINDINGS = 2 * len(GAMMAS) + len(LIMIT_GAMMAS) + len(TRAJECTORY_GAMMAS)
 """The number of findings that `study` yields."""
 
 
-def values(findings: Sequence[Finding], *, seed: int) -> list[Value]:
+def values(findings: Sequence[Finding], *, seed: int) -> list[TheoryValue]:
     """Return the lines of theory.csv."""
     here = environment(torch.device("cpu"))
     made = (seed, here.command, here.commit, here.device)
     return [
-        Value(found.part, found.row.gamma, found.row.t, quantity, float(value), *made)
+        TheoryValue(found.part, found.row.gamma, found.row.t, quantity, float(value), *made)
         for found in findings
         for quantity, value in asdict(found.row).items()
         if quantity not in ("gamma", "t") and value is not None

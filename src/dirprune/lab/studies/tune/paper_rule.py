@@ -34,7 +34,7 @@ TABLE = "trials.csv"
 
 
 @dataclass(frozen=True)
-class Measured:
+class ShortRun:
     """The result of a short run; ``accuracy`` is on the validation set, in percent, and None if the run diverged."""
 
     optimizer: str
@@ -45,7 +45,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Trial(Measured):
+class JudgedRun(ShortRun):
     """A short run, and whether it is within the tolerance."""
 
     passes: bool
@@ -76,7 +76,7 @@ def tune(
     tolerance: float = 1.0,
     mus: Sequence[float] = MUS,
     out: Path | None = None,
-) -> Iterator[Trial]:
+) -> Iterator[JudgedRun]:
     """Yield SGD's trial, then for each μ one trial per value of c; the last two usually fail.
 
     Args:
@@ -104,15 +104,15 @@ def tune(
         trials = _Trials(epochs, mus, here, out)
         dense = trials(recipe.but(optimizer="sgd", method=None), ahead=trials.needed(starts, least=-math.inf))
         assert dense.accuracy is not None
-        yield Trial(**asdict(dense), passes=True)
+        yield JudgedRun(**asdict(dense), passes=True)
         least = dense.accuracy - tolerance
         for start in starts:
             for recipe, _ in trials.search(start, least):
                 found = trials(recipe, ahead=trials.needed(starts, least))
-                yield Trial(**asdict(found), passes=_passes(found, least))
+                yield JudgedRun(**asdict(found), passes=_passes(found, least))
 
 
-def _passes(found: Measured, least: float) -> bool:
+def _passes(found: ShortRun, least: float) -> bool:
     return found.accuracy is not None and found.accuracy >= least
 
 
@@ -149,7 +149,7 @@ class _Trials:
         self.epochs, self.here = epochs, here
         self.table = out / TABLE if out else None
         self.place = {mu: place for place, mu in enumerate(mus)}
-        known = read_rows(self.table, Measured) if self.table else []
+        known = read_rows(self.table, ShortRun) if self.table else []
         self.known = {(each.optimizer, each.c, each.mu): each for each in known}
 
     def search(self, start: Recipe, least: float) -> Iterator[tuple[Recipe, int]]:
@@ -170,7 +170,7 @@ class _Trials:
                     yield from (start.but(c=value) for value in values if value <= C_LIMIT)
                     break
 
-    def __call__(self, recipe: Recipe, ahead: Iterable[Recipe]) -> Measured:
+    def __call__(self, recipe: Recipe, ahead: Iterable[Recipe]) -> ShortRun:
         """Return the trial of a recipe. If it must be trained, some of those ``ahead`` are trained at the same time."""
         if _key(recipe) not in self.known:
             several = {_key(each): each for each in (recipe, *ahead)}
@@ -186,11 +186,11 @@ class _Trials:
                 lr = recipes[number - 1].optimizer.lr
                 raise ValueError(f"SGD itself diverges at lr={lr}; tune the learning rate first (--lr)")
             accuracy, zeros = (record.test_accuracy, record.sparsity) if record else (None, 0.0)
-            self.known[key] = Measured(*key, accuracy, zeros)
+            self.known[key] = ShortRun(*key, accuracy, zeros)
             if self.table:
-                write_rows(self.table, Measured, sorted(self.known.values(), key=self._order))
+                write_rows(self.table, ShortRun, sorted(self.known.values(), key=self._order))
 
-    def _order(self, trial: Measured) -> tuple[bool, int, float, float]:
+    def _order(self, trial: ShortRun) -> tuple[bool, int, float, float]:
         """Return where a trial stands in the table: SGD first, then one μ after the other, as they were given."""
         return trial.optimizer != "sgd", self.place.get(trial.mu, len(self.place)), trial.mu, trial.c
 
@@ -207,7 +207,7 @@ def _shared(recipe: Recipe) -> dict[str, Any]:
     return {**values, "schedule": asdict(recipe.schedule)}
 
 
-def choose(trials: Iterable[Trial]) -> Trial | None:
+def choose(trials: Iterable[JudgedRun]) -> JudgedRun | None:
     """Return the sparsest among the trials with the largest passing c of each μ; None if no c passed."""
     passing = sorted((trial for trial in trials if trial.optimizer == "grda" and trial.passes), key=lambda t: t.c)
     greatest = {trial.mu: trial for trial in passing}

@@ -31,7 +31,7 @@ BETWEEN = (0.5, 0.99)
 
 
 @dataclass(frozen=True)
-class Judged:
+class TriedTarget:
     """A target, what it costs against dense training on the held-out examples, in points, and what follows."""
 
     sparsity: Annotated[float, Column("target (%)", ".1f", scale=100)]
@@ -98,7 +98,7 @@ class Search:
         every = (chosen.but(seed=chosen.seed + number) for number in range(self.seeds))
         return [Planned(self.out / f"{name}-s{each.seed}", each) for each in every]
 
-    def next(self, judged: Sequence[Judged]) -> float | None:
+    def next(self, judged: Sequence[TriedTarget]) -> float | None:
         """Return the target that halves the interval between what passed and what did not; None at the end."""
         if len(judged) >= self.trials:
             return None
@@ -108,7 +108,7 @@ class Search:
         return middle if low < middle < high else None
 
 
-def judge(search: Search, target: float, here: Surroundings) -> Judged:
+def loss_at(search: Search, target: float, here: Surroundings) -> TriedTarget:
     """Return what the ended runs of a target lose against the dense ones on the held-out examples."""
     loaders = load_data(search.planned(None)[0].recipe, device=here.device, root=here.root)
     dense, sparse = (_answers(search.planned(each), loaders, here.device) for each in (None, target))
@@ -117,12 +117,12 @@ def judge(search: Search, target: float, here: Surroundings) -> Judged:
     shape = {"seeds": len(dense), "examples": dense.shape[1]}
     if sparse is None:
         nan = float("nan")
-        return Judged(target, nan, nan, nan, nan, passes=False, verdict="diverged", **shape)
+        return TriedTarget(target, nan, nan, nan, nan, passes=False, verdict="diverged", **shape)
     found = loss(dense, sparse)
     inside, outside = found.high <= search.tolerance, found.low > search.tolerance
     verdict = "within" if inside else "beyond" if outside else "unclear"
     accuracy, passes = 100 * float(sparse.mean()), found.points <= search.tolerance
-    return Judged(target, accuracy, found.points, found.low, found.high, passes=passes, verdict=verdict, **shape)
+    return TriedTarget(target, accuracy, found.points, found.low, found.high, passes=passes, verdict=verdict, **shape)
 
 
 def _answers(planned: Sequence[Planned], loaders: Loaders, device: torch.device) -> Tensor | None:
@@ -153,12 +153,12 @@ def answers(run: runs.Run, loaders: Loaders, device: torch.device) -> Tensor:
     return torch.cat(right)
 
 
-def best(judged: Iterable[Judged]) -> Judged | None:
+def best(judged: Iterable[TriedTarget]) -> TriedTarget | None:
     """Return the largest target that passes."""
     return max((each for each in judged if each.passes), key=lambda each: each.sparsity, default=None)
 
 
-def remarks(search: Search, judged: Sequence[Judged]) -> Iterator[str]:
+def remarks(search: Search, judged: Sequence[TriedTarget]) -> Iterator[str]:
     """Yield how far the choice can be trusted."""
     chosen = best(judged)
     if chosen is None:

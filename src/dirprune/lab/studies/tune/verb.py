@@ -29,14 +29,14 @@ from dirprune.lab.cli.options import (
 from dirprune.lab.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
-    from dirprune.lab.studies.tune.target import Judged, Search
+    from dirprune.lab.studies.tune.target import Search, TriedTarget
     from dirprune.lab.training.recipe import Recipe
     from dirprune.lab.training.surroundings import Surroundings
 
 app = typer.Typer()
 
 
-class Rule(str, Enum):
+class RuleName(str, Enum):
     """How to choose."""
 
     target = "target"
@@ -47,8 +47,8 @@ class Rule(str, Enum):
 def tune(
     recipe: RecipeArgument,
     rule: Annotated[
-        Rule, typer.Option(help="target: the largest --sparsity within the tolerance. paper: the largest c.")
-    ] = Rule.target,
+        RuleName, typer.Option(help="target: the largest --sparsity within the tolerance. paper: the largest c.")
+    ] = RuleName.target,
     tolerance: Annotated[float, typer.Option(help="How many points of accuracy may be lost against dense.")] = 1.0,
     trials: Annotated[
         int | None, typer.Option(min=1, help="Targets to try; each halves what is open.", show_default="5")
@@ -96,7 +96,7 @@ def tune(
         given["precision"] = precision.value if precision else None
         chosen = changed(recipes.find(recipe), **given)
         here = surroundings(device, data, interruption, at_once, cluster)
-        if rule is Rule.paper:
+        if rule is RuleName.paper:
             others = {"trials": trials, "between": between, "seeds": seeds, "validation": validation}
             _refuse(others, "--rule target, the default")
             _tune_by_the_paper(chosen, recipe, given, epochs or 3, tolerance, mu, here, out, output)
@@ -119,13 +119,13 @@ def _refuse(options: Mapping[str, Any], rule: str) -> None:
             raise ValueError(f"--{name} {value} belongs to {rule}; leave it out")
 
 
-def _search(search: Search, here: Surroundings, interruption: Interruption, output: Output) -> list[Judged]:
+def _search(search: Search, here: Surroundings, interruption: Interruption, output: Output) -> list[TriedTarget]:
     """Train dense networks and one target after the other, and return what they showed."""
     from dirprune.lab.cli.follow import follow_series
-    from dirprune.lab.studies.tune.target import judge
+    from dirprune.lab.studies.tune.target import loss_at
     from dirprune.lab.training.at_once import trained
 
-    judged: list[Judged] = []
+    judged: list[TriedTarget] = []
     planned = search.planned(None)
     while (target := search.next(judged)) is not None:
         planned = [*planned, *search.planned(target)]
@@ -136,7 +136,7 @@ def _search(search: Search, here: Surroundings, interruption: Interruption, outp
         )
         if not all((plan.folder / "outcome.json").exists() for plan in planned):  # the time is up
             raise typer.Exit
-        judged.append(judge(search, target, here))
+        judged.append(loss_at(search, target, here))
         output.record(asdict(judged[-1]))
         say(f"--sparsity {target:g}: {judged[-1].lost:.2f} points lost (± {judged[-1].noise:.2f})")
         planned = []
@@ -144,7 +144,7 @@ def _search(search: Search, here: Surroundings, interruption: Interruption, outp
 
 
 def _conclude_search(
-    search: Search, judged: list[Judged], recipe: str, given: Mapping[str, Any], data: Path | None, output: Output
+    search: Search, judged: list[TriedTarget], recipe: str, given: Mapping[str, Any], data: Path | None, output: Output
 ) -> None:
     """Show the targets that were tried, the largest that passed, and how to train it."""
     from dirprune.lab.records.columns import cells
