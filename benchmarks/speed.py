@@ -15,6 +15,7 @@ import argparse
 import csv
 import platform
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -151,6 +152,22 @@ def left(file: Path) -> tuple[float, int, float]:
     return nonzero / weights, dense, multiplications / dense
 
 
+_LOAD = """if True:
+    import sys, time
+    import numpy
+    began = time.perf_counter()
+    from dirprune import deploy
+    deploy.load(sys.argv[1])
+    print(time.perf_counter() - began)
+"""
+
+
+def loading(file: Path) -> float:
+    """Return the milliseconds that a process which has numpy takes to load a network: the least of ten processes."""
+    command = [sys.executable, "-c", _LOAD, str(file)]
+    return 1e3 * min(float(subprocess.check_output(command)) for _ in range(10))
+
+
 def installed() -> str:
     """Return the runtimes that are compared, with their versions."""
     return ", ".join(f"{name} {version(name)}" for name in PEERS if find_spec(name))
@@ -188,6 +205,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in args.networks or [*trained, *NETWORKS]:
             file = made(name, Path(folder))
+            memory = deploy.load(file).nbytes / file.stat().st_size
+            print(f"{name}: loads in {loading(file):.0f} ms beyond numpy, takes {memory:.2f} times its file in memory")
             for threads in map(int, args.threads.split(",")):
                 for batch in map(int, args.batch.split(",")):
                     print(

@@ -35,6 +35,10 @@ def test_the_gates_that_are_left_are_the_pairs_that_were_planted() -> None:
     assert example["main"]() == example["PLANTED"]
 
 
+def test_a_gpt_runs_without_torch_as_with_it() -> None:
+    assert main("transformer")("gpt32x1") < 1e-5
+
+
 def test_two_processes_end_with_the_same_zeros() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*torchrun, str(EXAMPLES / "ddp.py")], capture_output=True, text=True, timeout=120)

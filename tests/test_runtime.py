@@ -56,7 +56,7 @@ def test_convolutions_of_any_shape(seed: int) -> None:
     groups = whole(1, 1, 3)[0] if seed % 3 == 0 else 1
     cin, cout, height, width = whole(1, 1, 9)[0] * groups, whole(1, 1, 40)[0] * groups, *whole(2, 1, 40)
     size = whole(2, 1, min(7, height, width))
-    stride, padding = whole(2, 1, 4), [whole(1, 0, k - 1)[0] for k in size]
+    stride, padding = whole(2, 1, 4), [whole(1, 0, k + 1)[0] for k in size]
     if seed % 2:  # square ones, for which most kernels are made
         size, stride, padding = [size[0]] * 2, [1 + seed % 4 // 2] * 2, [min(padding[0], size[0] // 2)] * 2
     w, b = sparse(cout, cin // groups, *size, density=(0.02, 0.2, 1)[seed % 3]), torch.randn(cout)
@@ -71,6 +71,14 @@ def test_convolutions_of_any_shape(seed: int) -> None:
     network = Network((Value(tuple(x.shape[1:]), True), made), (layer,), (2,))
     runtime = Runtime(network, threads=1 + seed % 3, checked=True)
     assert_close(runtime(x, other), (wanted + other).relu())
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_an_even_window_pads_the_same_as_torch() -> None:
+    conv, x = nn.Conv2d(4, 6, (4, 2), padding="same"), torch.randn(2, 4, 9, 11)
+    found = deploy.compile(conv, x, checked=True)(x)
+    assert isinstance(found, np.ndarray)
+    assert_close(found, conv.double()(x.double()).detach())
 
 
 @pytest.mark.parametrize("average", [False, True], ids=["max", "average"])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+# What only a compilation needs is imported there: a saved network loads faster than those modules.
 import functools
 import hashlib
 import os
 import platform
-import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,6 +51,8 @@ def _flags() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return set(next((line for line in lines if line.startswith("flags")), "").split())
     if sys.platform == "darwin" and architecture() == "x86_64":
+        import subprocess
+
         told = subprocess.run(
             ["sysctl", "-n", "machdep.cpu.features", "machdep.cpu.leaf7_features"],
             capture_output=True,
@@ -72,6 +71,9 @@ def sources() -> list[Path]:
 
 def compilers() -> list[list[str]]:
     """Return the compilers that are here: $CC, the system's, and zig of the package ziglang."""
+    import shlex
+    import shutil
+
     found = [shlex.split(os.environ["CC"])] if os.environ.get("CC") else []
     found += [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
     if find_spec("ziglang"):
@@ -114,6 +116,10 @@ def _cache() -> Path:
 
 def _build(name: str, target: Path, checked: bool) -> None:
     """Compile into place, completely or not at all, by the first compiler that succeeds."""
+    import shlex
+    import subprocess
+    import tempfile
+
     said = "no C compiler was found"
     for compiler in compilers():
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:

@@ -197,16 +197,12 @@ def _conv(
     groups: int = 1,
 ) -> None:
     weight = c.array(w, np.empty(0))
-    size = Pair(*weight.shape[2:])
     _refuse(_pair(dilation) != (1, 1), f"with dilation {dilation}")
-    if padding == "same":
-        _refuse(size.y % 2 == 0 or size.x % 2 == 0, "with an even window and padding='same'")
-        padding = [size.y // 2, size.x // 2]
-    window = Window(size, _pair(stride), _pair(0 if padding == "valid" else padding))
+    if padding == "same":  # an even window has less padding in front, so it gets zeros there
+        weight = np.pad(weight, [(0, 0), (0, 0), *((1 - k % 2, 0) for k in weight.shape[2:])])
+        padding = [k // 2 for k in weight.shape[2:]]
+    window = Window(Pair(*weight.shape[2:]), _pair(stride), _pair(0 if padding == "valid" else padding))
     bias = c.array(b, np.zeros(len(weight), np.float32))
-    _refuse(
-        any(p >= k for p, k in zip(window.padding, size, strict=True)), "with more padding than its window is large"
-    )
     c.add(node, "conv", x, window=window, groups=groups, weight=_weight(weight), bias=bias)
 
 

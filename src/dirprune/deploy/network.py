@@ -198,7 +198,8 @@ def _slid(layer: Layer, inputs: list[Value]) -> tuple[Window, Pair]:
     _want(first.image and window is not None, "needs an image and a window")
     assert window is not None
     for size, stride, padding, length in zip(*window, first.shape[1:], strict=True):
-        _want(1 <= size <= 255 and 1 <= stride <= 255 and 0 <= padding < size, f"has an impossible window {window}")
+        _want(1 <= size <= 255 and 1 <= stride <= 255 and 0 <= padding <= 255, f"has an impossible window {window}")
+        _want(layer.kind == "conv" or padding < size, f"has a window that fits into its padding {window}")
         _want(size <= length + 2 * padding, f"has a window larger than its image {first.shape}")
     return window, window.results(*first.shape[1:])
 

@@ -51,7 +51,7 @@ static int64_t dense_group(const conv_t *c, const int32_t *ids, const int64_t *f
 // counts. -1: no memory. `ids` and `starts` are those of step_t; `part` says where each thread's channels begin.
 int64_t conv_streams(const conv_t *c, const uint32_t *positions, const float *weights, int64_t count, const int32_t *part,
                      uint16_t *offsets, float *values, int32_t *starts, int32_t *ids) {
-  const int window = c->kh * c->kw, row = c->in * window;
+  const uint32_t window = c->kh * c->kw, row = c->in * window;
   int64_t *from = calloc((size_t)c->out * (c->blocks + 1), sizeof *from);  // (block, channel) -> its first weight
   uint16_t *at = malloc((count + 1) * sizeof *at);
   ranked_t *ranked = malloc((c->out + 1) * sizeof *ranked);
@@ -63,10 +63,11 @@ int64_t conv_streams(const conv_t *c, const uint32_t *positions, const float *we
     const int first = o / (c->out / c->groups) * c->in;  // the first input channel of its group
     for (int b = 0; b < c->blocks; b++) {
       from[(int64_t)b * c->out + o] = k;
-      for (; k < count && positions[k] / row == (uint32_t)o; k++) {
-        const int p = positions[k] % row, channel = first + p / window - b * c->block;
+      for (; k < count && positions[k] - o * row < row; k++) {
+        const uint32_t p = positions[k] - o * row, tap = p % window;
+        const int channel = first + p / window - b * c->block;
         if (channel >= c->block && b < c->blocks - 1) break;
-        at[k] = (channel * c->channel + p % window / c->kw * c->pitch + p % c->kw * VB) / UNIT;
+        if (offsets || c->dense) at[k] = (channel * c->channel + tap / c->kw * c->pitch + tap % c->kw * VB) / UNIT;
       }
     }
     from[(int64_t)c->blocks * c->out + o] = k;
