@@ -102,6 +102,7 @@ def test_by_default_every_method_takes_part_and_shares_all_but_its_own_options()
         "grda-macs",
         "sgd",
         "rda",
+        "st3",
         "magnitude",
         *(name for name, each in methods.METHODS.items() if not (each.fixed or each.is_control)),
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from levers import LEVERS, planned
 
 from dirprune import GRDA
 from dirprune.lab.methods import MethodSpec
@@ -324,3 +325,12 @@ def test_the_optimizer_is_made_as_the_recipe_says() -> None:
     thresholded = [p for group in exempting.param_groups if group["c"] for p in group["params"]]
     assert len(thresholded) == 1
     assert thresholded[0] is model[0].weight
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_every_lever_of_the_benchmark_changes_one_thing(lever: str) -> None:
+    usual, changed = (planned("resnet-small-cifar10-16", 0.95, 200, name) for name in ("default", lever))
+    assert changed.task.validation == 0.2
+    assert differing(usual, changed) == [option for option in LEVERS[lever] if option != "optimizer"] or (
+        changed.pruner.name != usual.pruner.name
+    )

@@ -48,6 +48,7 @@ METHODS = {
     "linbreg": ("#8E657B", "d"),
     "adamgrda": (PALETTE[1], "o"),  # never beside gRDA: a comparison has optimizers of one kind
     "adamw": (PALETTE[0], "X"),
+    "st3": ("#4F83FC", "*"),
     "random": ("#765E4A", "x"),
 }
 """The colour and the marker of a method, the same in every figure; a label begins with the method's name."""

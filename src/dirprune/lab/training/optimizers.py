@@ -201,19 +201,25 @@ class TargetGrda(Sgd):
     shape: str = "soft"
     prune_from: float = 0.1
     prune_until: float = 0.7
+    fix_at: float | None = None
+    ramp: str = "geometric"
+    rescale: bool = False
+    decay: str = "weights"
     exempt: tuple[str, ...] = ("bias", "norm")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_measure(self.of)
         check(vars(self), sparsity=BETWEEN, prune_from=FRACTION, prune_until=UP_TO_ONE)
+        if self.fix_at is not None:
+            check(vars(self), fix_at=UP_TO_ONE)
         object.__setattr__(self, "exempt", tuple(self.exempt))
 
     def make(self, model: nn.Module, plan: TrainingPlan | None = None) -> torch.optim.Optimizer:
         groups = _to_prune(model, self.exempt, self.of, plan)
-        phases = {"target": self.sparsity, "prune_from": self.prune_from, "prune_until": self.prune_until}
-        options: Any = {**phases, **_following(plan), "shape": self.shape}
-        return GRDA(groups, lr=self.lr, of=MEASURES[self.of], **options, **self._inertia())
+        how = ("prune_from", "prune_until", "fix_at", "ramp", "shape", "rescale", "decay")
+        options: Any = {name: vars(self)[name] for name in how} | _following(plan) | self._inertia()
+        return GRDA(groups, lr=self.lr, target=self.sparsity, of=MEASURES[self.of], **options)
 
 
 @dataclass(frozen=True)
@@ -224,6 +230,22 @@ class MacsGrda(TargetGrda):
     title: ClassVar[str] = "gRDA MACs target"
 
     of: str = "macs"
+
+
+@dataclass(frozen=True)
+class St3(TargetGrda):
+    """ST-3 (Vanderschueren and De Vleeschouwer, WACV 2023), which gRDA is with these options."""
+
+    name: ClassVar[str] = "st3"
+    label: ClassVar[str] = "ST-3"
+    title: ClassVar[str] = "ST-3"
+
+    prune_from: float = 0.05
+    prune_until: float = 0.5
+    fix_at: float | None = 1.0
+    ramp: str = "cubic"
+    rescale: bool = True
+    decay: str = "accumulator"
 
 
 def _following(plan: TrainingPlan | None) -> dict[str, Any]:
@@ -319,7 +341,7 @@ class TargetAdamGrda(Adamw):
 
 
 OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
-    kind.name: kind for kind in (Grda, TargetGrda, MacsGrda, Sgd, Rda, TargetAdamGrda, Adamw)
+    kind.name: kind for kind in (Grda, TargetGrda, MacsGrda, Sgd, Rda, St3, TargetAdamGrda, Adamw)
 }
 
 

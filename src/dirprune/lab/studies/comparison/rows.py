@@ -35,7 +35,7 @@ CHOICES = {"optimizer", "method", "options", "c", "lam", "of", "seed", "start"} 
 TUNED = {"lr", "weight_decay"}
 """Those in which they may differ besides, if every method has been tuned."""
 
-_OF_ONE_METHOD = {"exempt", *(option for options in OPTIONS.values() for option in options)}
+_OF_ONE_METHOD = {"exempt", "ramp", "rescale", "decay", *(option for options in OPTIONS.values() for option in options)}
 """Options that all runs of one method share, and that other methods do not have."""
 
 

@@ -49,7 +49,7 @@ def usual(recipe: Recipe) -> list[str]:
     """Return who takes part unless others are named: optimizers of the recipe's kind, and methods but variants.
 
     >>> usual(recipes.get("digits"))[:5]
-    ['grda', 'grda-target', 'sgd', 'rda', 'magnitude']
+    ['grda', 'grda-target', 'grda-macs', 'sgd', 'rda']
     """
     alike = [name for name, kind in OPTIMIZERS.items() if kind.dense == recipe.optimizer.dense]
     return alike + [name for name, variant in METHODS.items() if not (variant.fixed or variant.is_control)]
