@@ -732,7 +732,7 @@ def test_a_terminal_without_a_width_hears_what_is_said(monkeypatch: pytest.Monke
 def test_a_report_of_many_settings_fits_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     spreads = [report.Spread(n / 10, 0.01) for n in range(4, 9)]
     cells = [
-        report.Row(
+        report.ReportRow(
             *("vgg16-cifar10", f"gRDA c=0.0005 μ={one.mean}", "grda", 5e-4, one.mean, 600, 600, (0, 1, 2)),
             *(one, one, one, one, one, one.mean, 7500 * one.mean),
         ).cells()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -143,48 +143,33 @@ def train(
     with clear_errors():
         from dirprune.lab.cli.follow import device_of, follow
         from dirprune.lab.training import recipes, runs
-        from dirprune.lab.training.optimizers import OPTIMIZERS
-        from dirprune.lab.training.recipe import changed
 
-        base = recipes.find(recipe)
-        kind = OPTIMIZERS[optimizer.value if optimizer else base.optimizer.name]
-        if sparsity is not None and macs is not None:
-            raise ValueError(f"--sparsity {sparsity:g} and --macs {macs:g} exclude each other; give one")
-        if macs is not None and not 0 < macs < 1:
-            raise ValueError(f"--macs {macs:g} is not a share; give what is to be left, between 0 and 1, e.g. 0.1")
-        share = sparsity if macs is None else round(1 - macs, 12)
-        to_target = share is not None and (optimizer is None or kind.knob)
-        named = kind.targeted if to_target else optimizer and optimizer.value
-        usual = OPTIMIZERS[named or base.optimizer.name].fine_tuning if start else {}
-        own = {"shape": shape and shape.value, "power": power}
-        chosen = changed(
-            base,
-            optimizer=named,
-            **{**usual, **{option: value for option, value in own.items() if value is not None}},
-            sparsity=share,
-            of=None if macs is None else "macs",
-            c=c,
-            mu=mu,
-            exempt=None if exempt is None else _names(exempt),
-            lr=lr,
-            momentum=momentum,
-            nesterov=nesterov,
-            weight_decay=weight_decay,
-            schedule=schedule,
-            epochs=epochs,
-            batch_size=batch_size,
-            seed=seed,
-            model=model,
-            validation=validation,
-            data=dataset,
-            size=image_size,
-            start=None if start is None else str(start.resolve()),
-            augment=augment,
-            keep=tuple(integers("--keep", keep)) if keep else None,
-            precision=precision.value if precision else None,
-            compile=compile,
-            lean=lean,
-        )
+        options = {
+            "shape": shape and shape.value,
+            "power": power,
+            "c": c,
+            "mu": mu,
+            "exempt": None if exempt is None else _names(exempt),
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "schedule": schedule,
+            "epochs": epochs,
+            "batch_size": batch_size,
+            "seed": seed,
+            "model": model,
+            "validation": validation,
+            "data": dataset,
+            "size": image_size,
+            "start": None if start is None else str(start.resolve()),
+            "augment": augment,
+            "keep": tuple(integers("--keep", keep)) if keep else None,
+            "precision": precision and precision.value,
+            "compile": compile,
+            "lean": lean,
+        }
+        chosen = _chosen(recipes.find(recipe), optimizer and optimizer.value, sparsity, macs, options)
         if keep and max(chosen.keep) > chosen.epochs:
             raise ValueError(
                 f"--keep {keep!r} names epoch {max(chosen.keep)}, but the run ends after epoch {chosen.epochs}; give "
@@ -203,6 +188,30 @@ def train(
             keep_going=keep_going,
             output=Output(as_json),
         )
+
+
+def _chosen(
+    base: Recipe, optimizer: str | None, sparsity: float | None, macs: float | None, options: Mapping[str, Any]
+) -> Recipe:
+    """Return the recipe with these options; a share of zeros takes an optimizer with a target, trained weights others.
+
+    What suits trained weights gives way to ``options`` that are not None.
+    """
+    from dirprune.lab.training.optimizers import OPTIMIZERS
+    from dirprune.lab.training.recipe import changed
+
+    if sparsity is not None and macs is not None:
+        raise ValueError(f"--sparsity {sparsity:g} and --macs {macs:g} exclude each other; give one")
+    if macs is not None and not 0 < macs < 1:
+        raise ValueError(f"--macs {macs:g} is not a share; give what is to be left, between 0 and 1, e.g. 0.1")
+    share = sparsity if macs is None else round(1 - macs, 12)
+    kind = OPTIMIZERS[optimizer or base.optimizer.name]
+    if share is not None and (optimizer is None or kind.knob):
+        optimizer = kind.targeted
+    usual = OPTIMIZERS[optimizer or base.optimizer.name].fine_tuning if options["start"] else {}
+    given = {name: value for name, value in options.items() if value is not None}
+    of = None if macs is None else "macs"
+    return changed(base, optimizer=optimizer, sparsity=share, of=of, **{**usual, **given})
 
 
 def _remarks(recipe: Recipe, device_type: str, *, lean: bool | None) -> Iterator[str]:
