@@ -104,6 +104,16 @@ def test_a_class_of_one_name_is_one_thing() -> None:
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
 
 
+def test_work_draws_nothing() -> None:
+    drawing = {"figures", "verb", "page", "tables"}
+    work = [m for m in LAB if m.parts[1] in ("studies", "training", "records") and m.name not in drawing]
+    for module in work:
+        names = imports(module)
+        assert not [
+            name for name in names if name.startswith(("matplotlib", "dirprune.lab.plots")) or ".figures" in name
+        ]
+
+
 def test_importing_the_package_does_not_import_torch() -> None:
     code = (
         "import sys, dirprune; assert 'torch' not in sys.modules; from dirprune import GRDA, sparsity; GRDA; sparsity"

@@ -983,6 +983,7 @@ def test_connect_and_its_table_at_a_terminal(
         yield from ()
 
     monkeypatch.setattr(connectivity, "connect", nothing_left)
+    monkeypatch.setattr("dirprune.lab.studies.connectivity.figures.draw", lambda out: None)
     text = call(*command).stdout
     assert "straight line" in text
     assert max(map(len, text.splitlines())) <= 80

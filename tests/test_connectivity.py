@@ -29,8 +29,8 @@ from dirprune.lab.methods import MethodSpec
 from dirprune.lab.progress import Progress
 from dirprune.lab.records import checkpoint
 from dirprune.lab.studies.connectivity import work as connectivity
-from dirprune.lab.studies.connectivity.figures import _round_numbers, plane, profile
-from dirprune.lab.studies.connectivity.folder import coarseness, draw, notes, published_curve
+from dirprune.lab.studies.connectivity.figures import _round_numbers, draw, plane, profile
+from dirprune.lab.studies.connectivity.folder import coarseness, notes, published_curve
 from dirprune.lab.studies.connectivity.folder import table as told
 from dirprune.lab.studies.connectivity.published import find
 from dirprune.lab.studies.connectivity.work import Options, connect
@@ -60,13 +60,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def finished(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Progress]]:
     out = tmp_path_factory.mktemp("jobs") / "whole"
-    return out, list(connect(*pair, out, SMALL, device=CPU))
+    steps = list(connect(*pair, out, SMALL, device=CPU))
+    draw(out)
+    return out, steps
 
 
 @pytest.fixture(autouse=True)
 def _undrawn(finished: tuple[Path, list[Progress]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip drawing: the finished job has its figures, and drawing takes most of the time of these tests."""
-    monkeypatch.setattr(connectivity, "draw", lambda out: None)
+    monkeypatch.setattr("dirprune.lab.studies.connectivity.figures.draw", lambda out: None)
 
 
 def table(path: Path) -> list[dict[str, str]]:

@@ -15,9 +15,9 @@ from dirprune import sparsity
 from dirprune.lab import models, plots
 from dirprune.lab.methods import MethodSpec
 from dirprune.lab.records import checkpoint
-from dirprune.lab.studies.report.figures import draw
+from dirprune.lab.studies.report.figures import draw, signs_figure
 from dirprune.lab.studies.report.report import layerwise, report, settings
-from dirprune.lab.studies.report.signs import SignRow, signs_figure
+from dirprune.lab.studies.report.signs import SignRow
 from dirprune.lab.text import duration
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import conduct

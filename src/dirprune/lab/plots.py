@@ -24,6 +24,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from dirprune._support.atomic import replacing
+from dirprune.lab.models.weights import kind_of
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.zeros import LayerSparsity, SparsityReport
 
@@ -377,7 +378,7 @@ def layerwise_sparsity(reports: Mapping[str, Sequence[SparsityReport]]) -> Figur
     """
     weights = {label: [[w for w in seed.layers if w.is_weight] for seed in seeds] for label, seeds in reports.items()}
     layers = _shared_layers([seed for seeds in weights.values() for seed in seeds])
-    kinds = [kind(layer) for layer in layers]
+    kinds = [kind_of(layer) for layer in layers]
     barred = [label for label, seeds in reports.items() if any(seed.weight_fraction for seed in seeds)]
     row_height = max(0.145, 0.03 + 0.045 * len(barred))  # room for a name and one bar per setting
     figure, [axes] = panels(1, size=(2 * PANEL[0], 0.9 + row_height * len(layers) + 0.17 * len(weights)))
@@ -406,11 +407,6 @@ def layerwise_sparsity(reports: Mapping[str, Sequence[SparsityReport]]) -> Figur
     axes.set(xlabel="sparsity (%)", xlim=(0, 100), ylim=(len(layers) - 0.5, -0.5))
     add_legend(figure)
     return figure
-
-
-def kind(layer: LayerSparsity) -> str:
-    """Return the kind of a weight's layer, based on its shape: "linear", "conv 3×3", "conv 1×1", …"""
-    return "linear" if len(layer.shape) == 2 else "conv " + "×".join(map(str, layer.shape[2:]))
 
 
 def _curve(records: Sequence[EpochRecord], quantity: Quantity) -> Curve:

@@ -1,10 +1,12 @@
-"""The weights of a network that methods prune."""
+"""The weights of a network that methods prune, and the kinds of their layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import nn
+
+from dirprune.zeros import LayerSparsity
 
 
 @dataclass(frozen=True)
@@ -46,3 +48,8 @@ def prunable(model: nn.Module) -> dict[str, PrunableWeight]:
 def size(model: nn.Module) -> int:
     """Return how many weights a network has that methods prune."""
     return sum(weight.parameter.numel() for weight in prunable(model).values())
+
+
+def kind_of(layer: LayerSparsity) -> str:
+    """Return the kind of a weight's layer, based on its shape: "linear", "conv 3×3", "conv 1×1", …"""
+    return "linear" if len(layer.shape) == 2 else "conv " + "×".join(map(str, layer.shape[2:]))

@@ -18,7 +18,6 @@ from dirprune.lab import plots
 from dirprune.lab.plots import GREY, Array
 from dirprune.lab.studies.comparison.tradeoff import APART, SHORTCUT, STEM, Curve, LayerBar, distance
 from dirprune.lab.tasks.measure import ACCURACY
-from dirprune.zeros import SparsityReport
 
 PALE = "#CFCFCF"
 _KINDS = {STEM: "D", "conv 3×3": "s", "conv 1×1": "o", SHORTCUT: "^", "linear": "P"}
@@ -102,25 +101,6 @@ def layerwise(layers: Sequence[LayerBar], *, title: str = "") -> Figure:
     figure.supylabel("sparsity (%)", fontsize=plots.STYLE["axes.labelsize"])
     _add_legend(figure, title, colour=GREY)  # grey, because a shape means the same in every colour
     return figure
-
-
-def layer_bars(method: str, report: SparsityReport) -> list[LayerBar]:
-    """Return the weights of a network's sparsity report with their kinds, for `layerwise`; no tables, which cost 0.
-
-    >>> import torch
-    >>> from dirprune import sparsity
-    >>> layer_bars("gRDA", sparsity(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 4, 1))))[1]
-    LayerBar(method='gRDA', layer='1', kind='conv 1×1', sparsity=0.0)
-    """
-    bars: list[LayerBar] = []
-    for layer in (layer for layer in report.layers if layer.is_weight and layer.cost != 0):
-        kind = plots.kind(layer)
-        if kind != "linear" and not bars:
-            kind = STEM
-        elif "downsample" in layer.name or "shortcut" in layer.name:
-            kind = SHORTCUT
-        bars.append(LayerBar(method, layer.name.removesuffix(".weight"), kind, layer.fraction))
-    return bars
 
 
 def _side_by_side(curves: Sequence[Curve]) -> list[Curve]:

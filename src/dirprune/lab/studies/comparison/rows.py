@@ -17,9 +17,8 @@ from dirprune.lab.methods import METHODS, Narrow
 from dirprune.lab.records.columns import Amount, Count, Fraction, Percent
 from dirprune.lab.records.files import as_read
 from dirprune.lab.records.tables import read_rows
-from dirprune.lab.studies.comparison.figures import layer_bars
 from dirprune.lab.studies.comparison.ranking import Point, Reached
-from dirprune.lab.studies.comparison.tradeoff import WEIGHTS, LayerBar
+from dirprune.lab.studies.comparison.tradeoff import WEIGHTS, LayerBar, layer_bars
 from dirprune.lab.studies.comparison.trials import CONTESTANTS, comparable, enter, known_as, setting
 from dirprune.lab.studies.comparison.tuning import OPTIONS, TABLE
 from dirprune.lab.tasks import Images, Measure, Text

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from textwrap import fill
 
 import numpy as np
@@ -16,6 +18,8 @@ from matplotlib.patheffects import withStroke
 from dirprune.connect import CurveProfile
 from dirprune.lab import plots
 from dirprune.lab.plots import Array, Axis
+from dirprune.lab.records.tables import read_rows
+from dirprune.lab.studies.connectivity.folder import Mapped, Placed, coarseness, profiles, published_curve
 
 LEVELS = 15
 FLOOR = 1e-6
@@ -34,6 +38,22 @@ _PATHS = {"curve": ("fitted curve", 2, "-"), "line": ("straight line", 6, ":")}
 Point = tuple[str, float, float]
 """The name of a point of the plane ("start", "end", "bend" or "curve"), and its coordinates."""
 _Map = tuple[Sequence[Mapping[str, float]], Sequence[Point]]
+
+
+def draw(out: Path) -> None:
+    """Draw the figures of a finished job from its tables."""
+    config = json.loads((out / "config.json").read_text())
+    names = config["network_a"], config["network_b"]
+    theirs = published_curve(config)
+    figures = {"profile": profile(profiles(out), names, theirs.profile if theirs else None)}
+    if config["fit"]:
+        rows = [asdict(row) for row in read_rows(out / "plane.csv", Mapped)]
+        points = [(row.name, row.x, row.y) for row in read_rows(out / "points.csv", Placed)]
+        other = (theirs.plane.rows, theirs.plane.corners) if theirs else None
+        figures["plane"] = plane(rows, points, names, other, note=coarseness(out))
+    for name, figure in figures.items():
+        for suffix in (".png", ".pdf"):
+            plots.save(figure, out / "figures" / f"{name}{suffix}")
 
 
 @plots.styled

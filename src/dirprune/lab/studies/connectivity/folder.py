@@ -25,11 +25,9 @@ from scipy.interpolate import RegularGridInterpolator
 
 from dirprune.connect import CurveProfile
 from dirprune.connect.landscape import Measurement
-from dirprune.lab import plots
 from dirprune.lab.records.columns import Percent
 from dirprune.lab.records.files import as_read, read_json, taken, write_json
 from dirprune.lab.records.tables import read_rows
-from dirprune.lab.studies.connectivity import figures as connectivity_plots
 from dirprune.lab.studies.connectivity import published
 from dirprune.lab.studies.connectivity.published import PublishedCurve
 from dirprune.lab.training.runs import RunExists
@@ -128,22 +126,6 @@ def facts_of(profile: CurveProfile) -> dict[str, Any]:
         "start": at(profile.points[0]),
         "end": at(profile.points[-1]),
     }
-
-
-def draw(out: Path) -> None:
-    """Draw the figures of a finished job from its tables."""
-    config = json.loads((out / "config.json").read_text())
-    names = config["network_a"], config["network_b"]
-    theirs = published_curve(config)
-    figures = {"profile": connectivity_plots.profile(profiles(out), names, theirs.profile if theirs else None)}
-    if config["fit"]:
-        rows = [asdict(row) for row in read_rows(out / "plane.csv", Mapped)]
-        points = [(row.name, row.x, row.y) for row in read_rows(out / "points.csv", Placed)]
-        other = (theirs.plane.rows, theirs.plane.corners) if theirs else None
-        figures["plane"] = connectivity_plots.plane(rows, points, names, other, note=coarseness(out))
-    for name, figure in figures.items():
-        for suffix in (".png", ".pdf"):
-            plots.save(figure, out / "figures" / f"{name}{suffix}")
 
 
 def table(out: Path) -> tuple[str, list[dict[str, str]]]:

@@ -46,6 +46,7 @@ def connect(
         import json
 
         from dirprune.lab.cli.follow import device_of
+        from dirprune.lab.studies.connectivity.figures import draw
         from dirprune.lab.studies.connectivity.folder import notes, table
         from dirprune.lab.studies.connectivity.work import Options
         from dirprune.lab.studies.connectivity.work import connect as connecting
@@ -70,6 +71,7 @@ def connect(
         job = connecting(run_a, run_b, out, options, epoch_a=epoch_a, epoch_b=epoch_b, device=where, root=root)
         output = Output(as_json)
         drive("connect", job, Interruption(minutes), output, after="epoch or point")
+        draw(out)
         output.record(json.loads((out / "summary.json").read_text()))
         output.rows(*table(out))
         for note in notes(out):

@@ -35,7 +35,6 @@ from dirprune.lab.studies.connectivity.folder import (
     Placed,
     Profiled,
     claim,
-    draw,
     facts_of,
     profiles,
     published_curve,
@@ -99,7 +98,7 @@ def connect(
     device: torch.device,
     root: Path | None = None,
 ) -> Generator[Progress, None, None]:
-    """Join run A (t = 0) and run B (t = 1) by a curve, measure losses along it, and draw the figures.
+    """Join run A (t = 0) and run B (t = 1) by a curve, and measure losses along it.
 
     Yields the progress of its stages: "fit", "curve", "line" and "plane".
 
@@ -138,7 +137,6 @@ def _carry_out(job: _Job) -> Iterator[Progress]:
         grid: list[Place] = [*plane.grid(job.options.grid, job.options.margin)]
         yield from _measure("plane", job.out / "plane.csv", Mapped, (), lambda: job.plane_evaluator, plane.point, grid)
     _summarise(job)
-    draw(job.out)
 
 
 class _Job:

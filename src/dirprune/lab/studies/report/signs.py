@@ -9,10 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from matplotlib.figure import Figure
-
-from dirprune.lab import plots
-from dirprune.lab.plots import Axis
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.columns import Column
 from dirprune.lab.training import runs
@@ -53,31 +49,3 @@ def _compared(grda: Run, sgd: Run, epoch: int) -> SignRow:
         raise ValueError(f"{grda.folder} and {sgd.folder} hold other weights in epoch {epoch}; they are not twins")
     alike = sum(int((weight.sign() * theirs[name].sign() > 0).sum()) for name, weight in ours.items())
     return SignRow(grda.folder.name, sgd.folder.name, epoch, 1 - left / every, alike / max(left, 1))
-
-
-@plots.styled
-def signs_figure(curves: plots.Runs, rows: Sequence[SignRow]) -> Figure:
-    """Draw the share of signs that change in an epoch, and of gRDA's signs, without the zeros, that are not SGD's.
-
-    Args:
-        curves: label → seeds → records, as for `plots.trajectories`; epochs without a count are left out.
-        rows: from `beside_sgd`.
-    """
-    figure, (changed, unlike) = plots.panels(2)
-    axis, drawn = Axis("signs that changed (%)", log=True, floor=1e-3), []
-    for index, (label, seeds) in zip(plots.places(curves), curves.items(), strict=True):
-        known = [[(r.epoch, 100 * (1 - r.signs_kept)) for r in seed if r.signs_kept is not None] for seed in seeds]
-        lines = [([epoch for epoch, _ in seed], axis.shown([share for _, share in seed])) for seed in known if seed]
-        if lines:
-            plots.draw_spread(changed, lines, label=label, index=index)
-            drawn += [share for seed in known for _, share in seed]
-    axis.fit(changed, drawn)
-    for grda, sgd in dict.fromkeys((row.grda, row.sgd) for row in rows):
-        own = [row for row in rows if (row.grda, row.sgd) == (grda, sgd)]
-        x, y = [row.epoch for row in own], [100 * (1 - row.alike) for row in own]
-        unlike.plot(x, y, marker="o", markersize=3, linewidth=0.8, color=plots.colour(1))
-    Axis("gRDA's signs unlike SGD's (%)", from_zero=True).fit(unlike, [100 * (1 - row.alike) for row in rows])
-    for axes in (changed, unlike):
-        plots.mark_epochs(axes)
-    plots.add_legend(figure)
-    return figure
