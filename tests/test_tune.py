@@ -216,7 +216,7 @@ def test_when_no_target_passes_the_command_says_what_to_do(
     def too_much(search: Search, target: float, here: Surroundings) -> TriedTarget:
         return TriedTarget(target, 50.0, 40.0, 30.0, 50.0, passes=False, verdict="beyond", seeds=2, examples=143)
 
-    monkeypatch.setattr(search_, "judge", too_much)
+    monkeypatch.setattr(search_, "loss_at", too_much)
     result = call(*words)
     assert result.exit_code == 1
     assert "--between with less than 0.5" in result.stderr
