@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from dirprune.lab import own
-from dirprune.lab.data.loader import Batch, Batching
+from dirprune.lab.data.loader import Batch, Batched, Batching
 
 NEEDS = "takes no argument and returns two torch Datasets, to train and to test on, of pairs (image, class)"
 
 
 @dataclass(frozen=True, eq=False)
-class DatasetLoader:
+class DatasetLoader(Batched):
     """A Loader over some examples of a map-style Dataset; random transforms may draw from torch's generator."""
 
     dataset: Any
@@ -28,13 +28,6 @@ class DatasetLoader:
     @property
     def examples(self) -> int:
         return len(self.indices)
-
-    @property
-    def batch_size(self) -> int:
-        return self.batching.batch_size
-
-    def __len__(self) -> int:
-        return self.batching.batches(self.examples)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches(self.indices)

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from dirprune.lab.data.loader import Batch, Batching, Normalization, generator
+from dirprune.lab.data.loader import Batch, Batched, Batching, Normalization, generator
 
 SIZE = 224
 """The usual side of an image, in pixels."""
@@ -186,7 +186,7 @@ class _Reader(Dataset[Batch | str]):
 
 
 @dataclass(frozen=True, eq=False)
-class ImageFolderLoader:
+class ImageFolderLoader(Batched):
     """A Loader over images on disk. Workers decode and crop; the device normalises.
 
     With `workers=0` this process reads. Every pass starts its own workers, so that passes may overlap.
@@ -203,13 +203,6 @@ class ImageFolderLoader:
     @property
     def examples(self) -> int:
         return len(self.images.paths)
-
-    @property
-    def batch_size(self) -> int:
-        return self.batching.batch_size
-
-    def __len__(self) -> int:
-        return self.batching.batches(self.examples)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches(torch.arange(self.examples), key=None)

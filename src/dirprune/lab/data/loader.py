@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -77,6 +77,19 @@ class Batching:
     def generator(self, epoch: int) -> torch.Generator:
         """Return the generator of an epoch's random numbers; on the CPU, so that all devices see the same order."""
         return generator(self.seed, epoch)
+
+
+class Batched:
+    """What loaders share that assign their examples by a `Batching`."""
+
+    batching: Batching
+
+    @property
+    def batch_size(self) -> int:
+        return self.batching.batch_size
+
+    def __len__(self) -> int:
+        return self.batching.batches(cast("Loader", self).examples)
 
 
 def generator(*key: int) -> torch.Generator:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dirprune.lab.data.loader import Batch, Batching, Normalization
+from dirprune.lab.data.loader import Batch, Batched, Batching, Normalization
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes of float32 inputs prepared at once: enough to hide launch costs, little compared with any network."""
@@ -44,7 +44,7 @@ class Crops:
 
 
 @dataclass(frozen=True, eq=False)
-class ResidentLoader:
+class ResidentLoader(Batched):
     """A Loader over uint8 images (N, C, H, W) and int64 targets (N,) that are already on the device.
 
     With `padding=None` the training pass is not augmented; with a number it has random crops with that padding, and
@@ -67,13 +67,6 @@ class ResidentLoader:
     @property
     def examples(self) -> int:
         return len(self.targets)
-
-    @property
-    def batch_size(self) -> int:
-        return self.batching.batch_size
-
-    def __len__(self) -> int:
-        return self.batching.batches(self.examples)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches(torch.arange(self.examples).unsqueeze(1))

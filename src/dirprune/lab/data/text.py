@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dirprune.lab.data.loader import Batch, Batching
+from dirprune.lab.data.loader import Batch, Batched, Batching
 
 VOCABULARY = 256
 TEST_WINDOWS = 1024
@@ -82,7 +82,7 @@ def _common(files: list[Path]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class WindowLoader:
+class WindowLoader(Batched):
     """A Loader of windows of a text, which is on the device: each predicts the next byte at every place.
 
     The plain pass has windows at equal distances. A training pass has as many, at random places.
@@ -104,13 +104,6 @@ class WindowLoader:
                 f"a part of the text has {len(self.text)} bytes, and a window needs {self.context + 1}; give more "
                 "text, or a smaller context"
             )
-
-    @property
-    def batch_size(self) -> int:
-        return self.batching.batch_size
-
-    def __len__(self) -> int:
-        return self.batching.batches(self.examples)
 
     def __iter__(self) -> Iterator[Batch]:
         last = len(self.text) - self.context - 1
