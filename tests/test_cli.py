@@ -12,7 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,6 @@ from dirprune.lab.studies.direction import figures as direction_plots
 from dirprune.lab.studies.report import figures as report_figures
 from dirprune.lab.studies.report import report
 from dirprune.lab.studies.theorem import work as theory_report
-from dirprune.lab.studies.theorem.limit_law import LimitRow
-from dirprune.lab.studies.theorem.problems import TheoremRow
-from dirprune.lab.studies.theorem.trajectory import TrajectoryRow
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import assemble
 from dirprune.lab.training.recipe import Recipe
@@ -914,13 +911,6 @@ def test_theory(monkeypatch: pytest.MonkeyPatch) -> None:
         "theory.csv",
         "theory-theorem.png",
     ]
-
-
-def test_the_columns_of_theory_are_words() -> None:
-    names = {field.name for kind in (TheoremRow, LimitRow, TrajectoryRow) for field in fields(kind)}
-    assert set(theory_report.HEADERS) == names
-    assert set(theory_report.SPARE) <= set(theory_report.HEADERS.values())
-    assert not [header for header in theory_report.HEADERS.values() if "_" in header]
 
 
 def test_project(trained: dict[str, tuple[Path, Result]]) -> None:

@@ -6,10 +6,16 @@ Accuracies and sparsity are in percent. Metrics have the names of `dirprune.lab.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
+from typing import TypeVar
+
+from dirprune.lab.records.tables import read_rows
+
+Key = TypeVar("Key")
 
 EXPERIMENTS = ("vgg16-cifar10", "wrn28x10-cifar10", "wrn28x10-cifar100")
 """The experiments of the paper's three CIFAR tables, by the name of their recipe."""
@@ -134,9 +140,7 @@ def bands(experiment: str) -> dict[tuple[Setting, str], Band]:
     """Return the bands of an experiment by setting and metric, for every epoch up to 20 and every fifth after that."""
     if experiment not in EXPERIMENTS:
         raise ValueError(f"experiment={experiment!r} was not published; take one of {', '.join(EXPERIMENTS)}")
-    groups: dict[tuple[Setting, str], list[dict[str, str]]] = {}
-    for row in rows(f"bands_{experiment}.csv"):
-        groups.setdefault((_setting(experiment, row), row["metric"]), []).append(row)
+    groups = _grouped(f"bands_{experiment}.csv", lambda row: (_setting(experiment, row), row["metric"]))
     return {
         key: Band(
             tuple(int(row["epoch"]) for row in own),
@@ -148,9 +152,7 @@ def bands(experiment: str) -> dict[tuple[Setting, str], Band]:
 
 def norm_ratios() -> list[NormRatio]:
     """Return the curves of Figure 2."""
-    groups: dict[tuple[Setting, int], list[dict[str, str]]] = {}
-    for row in rows("norm_ratios.csv"):
-        groups.setdefault((_setting(row["experiment"], row), int(row["parameters"])), []).append(row)
+    groups = _grouped("norm_ratios.csv", lambda row: (_setting(row["experiment"], row), int(row["parameters"])))
     return [
         NormRatio(*key, tuple(int(row["epoch"]) for row in own), tuple(float(row["ratio"]) for row in own))
         for key, own in groups.items()
@@ -159,24 +161,12 @@ def norm_ratios() -> list[NormRatio]:
 
 def costs() -> list[PublishedCost]:
     """Return the table on wall time and memory."""
-    return [
-        PublishedCost(
-            row["model"],
-            int(row["batch_size"]),
-            row["optimizer"],
-            float(row["ms"]),
-            float(row["peak_mib"]),
-            row["hardware"],
-        )
-        for row in rows("costs.csv")
-    ]
+    return read_rows(Path(__file__).with_name("costs.csv"), PublishedCost)
 
 
 def imagenet_runs() -> list[ImageNetRun]:
     """Return the curves of Figure 3."""
-    groups: dict[Setting, list[dict[str, str]]] = {}
-    for row in rows("imagenet_curves.csv"):
-        groups.setdefault(_setting("resnet50-imagenet", row), []).append(row)
+    groups = _grouped("imagenet_curves.csv", lambda row: _setting("resnet50-imagenet", row))
     columns = ("train_accuracy", "test_accuracy", "sparsity")
     return [
         ImageNetRun(
@@ -192,6 +182,14 @@ def rows(name: str) -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV file in this folder."""
     with resources.files(__name__).joinpath(name).open(encoding="utf-8") as file:
         yield from csv.DictReader(file)
+
+
+def _grouped(name: str, key: Callable[[dict[str, str]], Key]) -> dict[Key, list[dict[str, str]]]:
+    """Return the rows of a CSV file by a key, in the order in which keys first occur."""
+    groups: dict[Key, list[dict[str, str]]] = {}
+    for row in rows(name):
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def _setting(experiment: str, row: dict[str, str]) -> Setting:

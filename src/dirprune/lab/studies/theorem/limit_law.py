@@ -6,10 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from dirprune.lab.records.columns import Column
 from dirprune.lab.studies.theorem.problems import LeastSquares, count_steps, grda_steps, stochastic_gradient
 
 _State = tuple[Tensor, Tensor, Tensor]  # the flow w, and the mean and covariance of V around it
@@ -135,13 +137,13 @@ class LimitRow:
         mean_noise, spread_noise: the errors expected from so few runs if the limit were exact.
     """
 
-    gamma: float
-    t: float
-    runs: int
-    mean_error: float
-    spread_error: float
-    mean_noise: float
-    spread_noise: float
+    gamma: Annotated[float, Column("γ", ".4g")]
+    t: Annotated[float, Column("t", ".4g")]
+    runs: Annotated[int, Column("runs", ".4g")]
+    mean_error: Annotated[float, Column("error of mean", ".4g")]
+    spread_error: Annotated[float, Column("error of spread", ".4g")]
+    mean_noise: Annotated[float, Column("noise of mean", ".4g")]
+    spread_noise: Annotated[float, Column("noise of spread", ".4g")]
 
 
 def limit_rows(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn.functional import cosine_similarity
 from dirprune.curvature import HessianOperator
 from dirprune.curvature.operators import MatrixOperator, SymmetricOperator, dense
 from dirprune.direction import directional_prune, directional_score
+from dirprune.lab.records.columns import Column
 from dirprune.weights import put, take, unflatten
 
 # Eigenvalues below this, relative to the largest, count as zero: these problems have a wide gap around it.
@@ -206,24 +207,24 @@ class TheoremRow:
         distance_unpruned, lag_unpruned, cosine_unpruned: distance, lag and cosine_flat over these, or None.
     """
 
-    gamma: float
-    c: float
-    mu: float
-    t: float
-    lam: float
-    problems: int
-    distance_std: float
-    distance: float
-    lag: float
-    cosine_flat: float
-    cosine_sign: float
-    zeros_agree: float
-    sparsity: float
-    settled: float
-    unpruned: int
-    distance_unpruned: float | None
-    lag_unpruned: float | None
-    cosine_unpruned: float | None
+    gamma: Annotated[float, Column("γ", ".4g")]
+    c: Annotated[float, Column("c", ".4g")]
+    mu: Annotated[float, Column("μ", ".4g")]
+    t: Annotated[float, Column("t", ".4g")]
+    lam: Annotated[float, Column("λ", ".4g")]
+    problems: Annotated[int, Column("problems", ".4g")]
+    distance_std: Annotated[float, Column("std of distance", ".4g")]
+    distance: Annotated[float, Column("distance to û", ".4g")]
+    lag: Annotated[float, Column("lag", ".4g")]
+    cosine_flat: Annotated[float, Column("cosine with flat", ".4g")]
+    cosine_sign: Annotated[float, Column("cosine with sign", ".4g")]
+    zeros_agree: Annotated[float, Column("same zeros", ".4g")]
+    sparsity: Annotated[float, Column("sparsity", ".4g")]
+    settled: Annotated[float, Column("last sign change", ".4g")]
+    unpruned: Annotated[int, Column("problems unpruned", ".4g")]
+    distance_unpruned: Annotated[float | None, Column("their distance", ".4g")]
+    lag_unpruned: Annotated[float | None, Column("their lag", ".4g")]
+    cosine_unpruned: Annotated[float | None, Column("their cosine with flat", ".4g")]
 
 
 def theorem_rows(

@@ -6,10 +6,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from dirprune.lab.records.columns import Column
 from dirprune.lab.studies.theorem.limit_law import gradient_flow
 from dirprune.lab.studies.theorem.problems import (
     LeastSquares,
@@ -53,13 +55,13 @@ class TrajectoryRow:
         flat_error: ‖δ(t) − c t^μ Π₀ sgn w(t)‖ / ‖δ(t)‖, which falls with t and not with γ.
     """
 
-    gamma: float
-    c: float
-    mu: float
-    t: float
-    flow_error: float
-    drift_error: float
-    flat_error: float
+    gamma: Annotated[float, Column("γ", ".4g")]
+    c: Annotated[float, Column("c", ".4g")]
+    mu: Annotated[float, Column("μ", ".4g")]
+    t: Annotated[float, Column("t", ".4g")]
+    flow_error: Annotated[float, Column("distance to flow", ".4g")]
+    drift_error: Annotated[float, Column("error of δ", ".4g")]
+    flat_error: Annotated[float, Column("δ outside flat", ".4g")]
 
 
 def trajectories(

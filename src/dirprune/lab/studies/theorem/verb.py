@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from dirprune.lab.cli.console import bar, clear_errors
 from dirprune.lab.cli.output import JsonOption, Output
-from dirprune.lab.text import NOTHING
 
 app = typer.Typer()
 
@@ -28,6 +27,7 @@ def theory(
         from dataclasses import asdict
 
         from dirprune.lab import plots
+        from dirprune.lab.records.columns import cells
         from dirprune.lab.records.tables import write_rows
         from dirprune.lab.studies.theorem import figures as drawing
         from dirprune.lab.studies.theorem import work
@@ -36,22 +36,18 @@ def theory(
         for folder in (out, pictures):
             folder.mkdir(parents=True, exist_ok=True)  # fail before the work if it cannot be written
         events: list[work.Event] = []
-        found: dict[str, list[dict[str, Any]]] = {}
         with bar("theory", total=work.FINDINGS) as advance:
             for event in work.study(problems=problems, runs=runs, seed=seed):
                 events.append(event)
                 if isinstance(event, work.Finding):
-                    row = asdict(event.row)
-                    found.setdefault(event.part, []).append(row)
-                    advance(1, note=f"{event.part}, γ={row['gamma']:g}")
-                    output.record({"part": event.part, **row})
+                    advance(1, note=f"{event.part}, γ={event.row.gamma:g}")
+                    output.record({"part": event.part, **asdict(event.row)})
         findings = [event for event in events if isinstance(event, work.Finding)]
         write_rows(out / "theory.csv", work.TheoryValue, work.values(findings, seed=seed))
         for name, figure in drawing.figures(events).items():
             plots.save(figure, pictures / f"theory-{name}.png")
-        for part, rows in found.items():
-            cells = [[NOTHING if value is None else f"{value:.4g}" for value in row.values()] for row in rows]
-            headers = [work.HEADERS[name] for name in rows[0]]
-            output.table(part, headers, cells, left=0, spare=work.SPARE)
+        for part in dict.fromkeys(finding.part for finding in findings):
+            rows = [cells(finding.row) for finding in findings if finding.part == part]
+            output.rows(part, rows, left=0, spare=work.SPARE)
         folders = f"{out}, {figures}" if figures else str(out)
         output.tell(f"Numbers and figures: {folders}. They are explained in docs/theory.md of the repository.")

@@ -19,35 +19,6 @@ GAMMAS = (0.1, 0.03, 0.01, 0.003, 0.001)
 LIMIT_GAMMAS = (0.03, 0.01, 0.003, 0.001)
 TRAJECTORY_GAMMAS = (0.01, 0.001, 0.0001)
 PATH_GAMMA = 0.001
-HEADERS = {
-    "gamma": "γ",
-    "c": "c",
-    "mu": "μ",
-    "t": "t",
-    "lam": "λ",
-    "problems": "problems",
-    "distance_std": "std of distance",
-    "distance": "distance to û",
-    "lag": "lag",
-    "cosine_flat": "cosine with flat",
-    "cosine_sign": "cosine with sign",
-    "zeros_agree": "same zeros",
-    "sparsity": "sparsity",
-    "settled": "last sign change",
-    "unpruned": "problems unpruned",
-    "distance_unpruned": "their distance",
-    "lag_unpruned": "their lag",
-    "cosine_unpruned": "their cosine with flat",
-    "runs": "runs",
-    "mean_error": "error of mean",
-    "spread_error": "error of spread",
-    "mean_noise": "noise of mean",
-    "spread_noise": "noise of spread",
-    "flow_error": "distance to flow",
-    "drift_error": "error of δ",
-    "flat_error": "δ outside flat",
-}
-"""Column headers for the fields of `TheoremRow`, `LimitRow` and `TrajectoryRow`."""
 SPARE = ("last sign change", "their lag", "their cosine with flat", "c", "μ")
 """Columns that are dropped on a narrow terminal, in this order."""
 PATH_TIMES = (0.06, 0.12, 0.24, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
