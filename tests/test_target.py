@@ -112,6 +112,8 @@ def test_a_saved_state_goes_on_in_any_phase(at: int, path: dict[str, Any], other
     optimizer = GRDA(groups(model), lr=0.02, target=0.9, steps=STEPS, **MOMENTUM, **path)
     train(model, optimizer, range(at))
     saved = copy.deepcopy(saved_and_loaded(optimizer.state_dict()))
+    plan = saved["param_groups"][0]["plan"]
+    assert (plan["step"], plan["steps"], plan["zeros"]) == (at, STEPS, zeros(model))
     twin = network(1)
     twin.load_state_dict(model.state_dict())
     resumed = GRDA(groups(twin), lr=0.5, target=0.5, steps=7, **other)

@@ -145,12 +145,18 @@ class Thresholded(Optimizer):
         return self._guard.skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the plan of a target as plain values, and how many steps were skipped."""
+        """Return the state, with the plan of a target as plain values, and how many steps were skipped.
+
+        The plan tells the zeros that are reached, unless parameters are sharded: counting those needs all ranks.
+        """
         state, skipped = super().state_dict(), self.skipped()
         self._follower.tell_of_stillness()
+        pruned = [] if self._plan is None else [p for p, *_ in self._thresholded()]
+        spread = any(hasattr(p, "placements") for p in pruned)
+        reached = {} if spread else {"zeros": sum(int((p == 0).sum()) for p in pruned)}
         for group in state["param_groups"]:
             if group["plan"] is not None:
-                group["plan"] = group["plan"].to_dict()
+                group["plan"] = {**group["plan"].to_dict(), **reached}
             if group["skip_nonfinite"] or skipped:
                 group["skipped"] = skipped
         return state

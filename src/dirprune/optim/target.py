@@ -168,6 +168,7 @@ class Plan:
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Plan:
         """Return a saved plan; a ValueError names what is wrong with it."""
+        saved = {name: value for name, value in saved.items() if name != "zeros"}  # those of the weights count
         unknown = saved.keys() ^ {f.name for f in fields(cls)}
         if unknown:
             raise ValueError(f"the plan of state_dict has not the entries of a plan: {', '.join(map(str, unknown))}")
