@@ -129,6 +129,23 @@ def test_zeros_come_early_move_and_are_fixed_late() -> None:
     assert torch.equal(fixed, torch.cat([(p == 0).flatten() for p in prunable(model)]))
 
 
+def test_steps_without_thresholds_need_no_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after the phase in which zeros come, every weight is its accumulator, whatever the metric."""
+    models = [network(), network()]
+    for model, patched in zip(models, (False, True), strict=True):
+        asked = []
+        with monkeypatch.context() as patch:
+            plain = AdamGRDA._scales
+            patch.setattr(AdamGRDA, "_scales", lambda self, plain=plain, asked=asked: asked.append(1) or plain(self))
+            if patched:
+                patch.setattr(AdamGRDA, "_is_without_thresholds", False)
+            train(
+                model, AdamGRDA(groups(model), lr=0.01, target=0.8, steps=STEPS, power=0.5, shape="hard"), range(STEPS)
+            )
+        assert (len(asked) >= STEPS) is patched
+    assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models), strict=True))
+
+
 @pytest.mark.parametrize(("path", "other"), list(pairwise([*PATHS, PATHS[0]])) + [(path, path) for path in PATHS])
 @pytest.mark.parametrize(("at", "power"), [(5, 0.0), (33, 0.5), (80, 0.5), (90, 0.0)])
 def test_a_saved_state_goes_on_in_any_phase(at: int, power: float, path: dict[str, Any], other: dict[str, Any]) -> None:

@@ -177,7 +177,7 @@ class AdamGRDA(Thresholded):
 
     def _threshold_all(self) -> None:
         """Apply the thresholds that differ from weight to weight, which takes the moments of all of them."""
-        scales = self._scales()
+        scales = {} if self._is_without_thresholds else self._scales()
         for group in filter(_varies, self.param_groups):
             for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]

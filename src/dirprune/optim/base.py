@@ -91,6 +91,14 @@ class Thresholded(Optimizer):
         plan: Plan | None = self.defaults["plan"]
         return plan
 
+    @property
+    def _is_without_thresholds(self) -> bool:
+        """Whether the plan of a target has all thresholds at 0 in this step, before its zeros come or after them."""
+        plan = self._plan
+        if plan is None or torch.compiler.is_compiling() or self._is_recording:
+            return False
+        return not plan.first < plan.step <= plan.last
+
     def plan(self, *, steps: int) -> None:
         """Say how many steps the run takes, if this was not known when the optimizer was made with a target."""
         plan = self._plan
