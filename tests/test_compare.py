@@ -755,10 +755,17 @@ def test_a_reward_is_measured_on_held_out_data_and_never_on_the_test_set() -> No
 # ---- the command
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the figures, which take longer than these runs and are tested elsewhere."""
+    monkeypatch.setattr(comparison, "figures", lambda *_: {})
+
+
 def command(*words: object) -> list[object]:
     return ["compare", "digits-short", "--model", SHORT.model, "--epochs", 2, "--device", "cpu", "--json", *words]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_precision_is_that_of_every_run(tmp_path: Path) -> None:
     call(*command("--methods", "sgd", "--epochs", 1, "--precision", "bfloat16", "--out", tmp_path / "half"))
     call(*command("--methods", "sgd", "--epochs", 1, "--out", tmp_path / "full"))
@@ -771,6 +778,7 @@ def test_the_precision_is_that_of_every_run(tmp_path: Path) -> None:
     assert "sgd-s0 is for bfloat16, not float32; give --precision bfloat16, or another --out" in mixed.stderr
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_trains_tells_and_goes_on(tmp_path: Path) -> None:
     words = command("--methods", "sgd,rigl", "--sparsity", "0.5,0.8", "--seeds", 2, "--out", tmp_path / "out")
     stopped = call(*words, "--minutes", 1e-9)
@@ -798,6 +806,7 @@ def numbers_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_widens_the_sweeps_that_nobody_gave(tmp_path: Path) -> None:
     words = command("--methods", "grda,rda", "--sweep", "rda:lam=1e-9", "--sparsity", 0.8, "--out", tmp_path / "out")
     result = call(*words)
@@ -820,12 +829,6 @@ def test_the_command_widens_the_sweeps_that_nobody_gave(tmp_path: Path) -> None:
     assert numbers_of(objects(call(*words))) == numbers_of(rows)
     more = objects(call(*words, "--seeds", 2))
     assert {row["value"] for row in more if row.get("seed") == 1} >= {*values["grda"], 1e-9}
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the figures, which take longer than these runs and are tested elsewhere."""
-    monkeypatch.setattr(comparison, "figures", lambda *_: {})
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -1044,6 +1047,7 @@ def test_differences_are_those_of_a_paired_t_test_between_every_two_methods(comp
     assert replace(pair, difference=0.5, margin=1.0).verdict == replace(pair, margin=math.nan).verdict == "open"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_ctrl_c_saves_the_running_trial_and_the_same_command_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

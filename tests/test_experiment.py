@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,20 @@ def uninterrupted(folder: Path, recipe: Recipe = SHORT) -> Run:
     return run
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Return a function that trains a recipe without an interruption, once in all tests."""
+    return cache(lambda recipe=SHORT: uninterrupted(tmp_path_factory.mktemp("whole") / "run", recipe))
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped after two of three epochs, with a checkpoint of each."""
+    run = runs.create(tmp_path_factory.mktemp("begun") / "run", replace(SHORT, epochs=3))
+    finish(run, save_every=1, stopping=after(2))
+    return run.folder
+
+
 def assert_equal(run: Run, other: Run) -> None:
     """Assert that both ended with the same weights, optimizer state and metrics, bit for bit."""
     assert [record.epoch for record in run.records()] == list(range(1, run.recipe.epochs + 1))
@@ -94,7 +109,7 @@ def after(epoch: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_two_epochs_and_two_more_equal_four(name: str, tmp_path: Path) -> None:
+def test_two_epochs_and_two_more_equal_four(name: str, tmp_path: Path, whole: Callable[..., Run]) -> None:
     run = runs.create(tmp_path / "run", RECIPES[name])
     first = finish(run, stopping=after(2))
     assert [record.epoch for record in first] == [1, 2]
@@ -102,7 +117,7 @@ def test_two_epochs_and_two_more_equal_four(name: str, tmp_path: Path) -> None:
     second = finish(runs.load(run.folder))
     assert [record.epoch for record in second] == [3, 4]
     assert first + second == run.records()
-    assert_equal(run, uninterrupted(tmp_path / "whole", RECIPES[name]))
+    assert_equal(run, whole(RECIPES[name]))
     assert len(json.loads((run.folder / "environment.json").read_text())) == 2
 
     assert finish(run) == []  # a finished run stays as it is
@@ -148,14 +163,14 @@ def test_a_run_that_goes_on_has_no_outcome_until_it_ends(tmp_path: Path) -> None
     records.close()
 
 
-def test_a_checkpoint_from_before_methods_goes_on(tmp_path: Path) -> None:
+def test_a_checkpoint_from_before_methods_goes_on(tmp_path: Path, whole: Callable[..., Run]) -> None:
     run = runs.create(tmp_path / "run", SHORT)
     finish(run, stopping=after(2))
     state = checkpoint.load(run.checkpoints / "epoch-0002.pt")
     del state["method"], state["recipe"]["method"]
     checkpoint.save(run.checkpoints, 2, state)
     finish(run)
-    assert_equal(run, uninterrupted(tmp_path / "whole"))
+    assert_equal(run, whole())
 
 
 def test_methods_that_draw_do_so_by_the_seed_of_the_run() -> None:
@@ -175,17 +190,21 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, flip])
-def test_a_damaged_newest_checkpoint_costs_an_epoch_and_no_more(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_costs_an_epoch_and_no_more(
+    damage: Callable[[Path], None], tmp_path: Path, whole: Callable[..., Run]
+) -> None:
     run = runs.create(tmp_path / "run", NOISY)
     finish(run, save_every=1, stopping=after(3))
     damage(run.checkpoints / "epoch-0003.pt")
     with pytest.warns(CheckpointWarning, match=r"epoch-0002.pt, the newest checkpoint that is whole:.*epoch-0003.pt"):
         again = finish(run)
     assert [record.epoch for record in again] == [3, 4]
-    assert_equal(run, uninterrupted(tmp_path / "whole", NOISY))
+    assert_equal(run, whole(NOISY))
 
 
-def test_a_full_disk_loses_nothing_already_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_nothing_already_saved(
+    tmp_path: Path, whole: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = runs.create(tmp_path / "run", NOISY)
     write = checkpoint._write
 
@@ -203,7 +222,7 @@ def test_a_full_disk_loses_nothing_already_saved(tmp_path: Path, monkeypatch: py
     assert found is not None
     assert found[0] == 2
     finish(run)
-    assert_equal(run, uninterrupted(tmp_path / "whole", NOISY))
+    assert_equal(run, whole(NOISY))
 
 
 def breaking() -> nn.Module:
@@ -321,7 +340,7 @@ class Watched:
             yield batch
 
 
-def test_a_watched_loader_is_the_one_trained_on(tmp_path: Path) -> None:
+def test_a_watched_loader_is_the_one_trained_on(tmp_path: Path, whole: Callable[..., Run]) -> None:
     watched: list[Watched] = []
 
     def watch(loader: Loader) -> Loader:
@@ -331,17 +350,17 @@ def test_a_watched_loader_is_the_one_trained_on(tmp_path: Path) -> None:
     run = runs.create(tmp_path / "run", NOISY)
     finish(run, watch=watch)
     assert [each.batches for each in watched] == [4 * 4]
-    assert_equal(run, uninterrupted(tmp_path / "plain", NOISY))
+    assert_equal(run, whole(NOISY))
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_digits_have_the_same_numbers_on_any_number_of_cores(tmp_path: Path) -> None:
+def test_digits_have_the_same_numbers_on_any_number_of_cores(tmp_path: Path, whole: Callable[..., Run]) -> None:
     two = runs.create(tmp_path / "two", replace(recipes.get("digits"), epochs=1))
     finish(two)
     assert torch.get_num_threads() == 2
     assert two.sessions()[0].threads == 1
     torch.set_num_threads(1)
-    assert_equal(two, uninterrupted(tmp_path / "one", two.recipe))
+    assert_equal(two, whole(two.recipe))
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -362,7 +381,7 @@ def test_a_run_that_is_left_or_fails_leaves_the_threads_as_they_were(tmp_path: P
         Execution(threads=-1)
 
 
-def test_a_run_goes_on_on_another_kind_of_machine(tmp_path: Path) -> None:
+def test_a_run_goes_on_on_another_kind_of_machine(tmp_path: Path, whole: Callable[..., Run]) -> None:
     """Captured steps use a learning rate in a tensor and fused SGD; neither may come back from a checkpoint."""
     recipe = RECIPES["noisy-sgd"]
     run = runs.create(tmp_path / "run", recipe)
@@ -372,7 +391,7 @@ def test_a_run_goes_on_on_another_kind_of_machine(tmp_path: Path) -> None:
         group.update(lr=torch.tensor(group["lr"]), fused=True)
     checkpoint.save(run.checkpoints, 2, state)
     finish(run)
-    assert_equal(run, uninterrupted(tmp_path / "whole", recipe))
+    assert_equal(run, whole(recipe))
 
 
 def test_a_configuration_that_was_changed_is_refused(tmp_path: Path) -> None:
@@ -614,14 +633,13 @@ def test_a_nested_tensor_is_no_dense_one() -> None:
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_a_checkpoint_of_something_else_costs_an_epoch_and_no_more(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_something_else_costs_an_epoch_and_no_more(name: str, two_epochs: Path, tmp_path: Path) -> None:
     spoil, said = STRANGE[name]
-    run = runs.create(tmp_path / "run", replace(SHORT, epochs=3))
-    list(conduct(run, Surroundings(CPU, save_every=1, stopping=after(2))))
+    run = runs.load(shutil.copytree(two_epochs, tmp_path / "run"))
     state = checkpoint.load(checkpoint.path_of(run.checkpoints, 2))
     checkpoint.save(run.checkpoints, 2, spoil(state))
     with pytest.warns(CheckpointWarning, match=rf"going back to .*epoch-0001.pt.*epoch-0002.pt {said}"):
-        assert [record.epoch for record in conduct(run, Surroundings(CPU))] == [2, 3]
+        assert next(conduct(run, Surroundings(CPU))).epoch == 2
 
 
 PARTLY: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -632,16 +650,17 @@ PARTLY: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", PARTLY)
-def test_a_checkpoint_that_cannot_be_continued_from_is_named_with_the_remedy(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_continued_from_is_named_with_the_remedy(
+    name: str, two_epochs: Path, tmp_path: Path
+) -> None:
     spoil, said = PARTLY[name]
-    run = runs.create(tmp_path / "run", replace(SHORT, epochs=3))
-    list(conduct(run, Surroundings(CPU, save_every=1, stopping=after(2))))
+    run = runs.load(shutil.copytree(two_epochs, tmp_path / "run"))
     path = checkpoint.path_of(run.checkpoints, 2)
     checkpoint.save(run.checkpoints, 2, spoil(checkpoint.load(path)))
     with pytest.raises(CorruptCheckpoint, match=rf"epoch-0002.pt cannot be continued from: {said}.*; remove it"):
         next(conduct(run, Surroundings(CPU)))
     path.unlink()
-    assert [record.epoch for record in conduct(run, Surroundings(CPU))] == [2, 3]
+    assert next(conduct(run, Surroundings(CPU))).epoch == 2
 
 
 def test_a_configuration_that_does_not_say_how_it_prunes_is_not_continued(tmp_path: Path) -> None:
