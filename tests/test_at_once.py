@@ -126,7 +126,8 @@ def test_nothing_goes_on_when_the_caller_is_gone(tmp_path: Path) -> None:
     assert [len(runs.load(plan.folder).records()) for plan in long if plan.folder.exists()] == before
 
 
-def test_a_comparison_has_the_same_tables(tmp_path: Path) -> None:
+def test_a_comparison_has_the_same_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dirprune.lab.studies.comparison.tables.figures", lambda *_: {})
     words = "compare digits-short --methods sgd,rigl --sparsity 0.5,0.8 --epochs 1 --device cpu --at-once 2 --out"
     result = call(*words.split(), tmp_path / "together")
     assert result.exit_code == 0, result.stderr

@@ -43,7 +43,7 @@ def _as_before() -> Iterator[None]:
 
 
 def home(cwd: Path, **changes: Any) -> Home:
-    return replace(Home((CPU, None, None), ("dirprune", "compare"), frozenset(), str(cwd)), **changes)
+    return replace(Home(Surroundings(CPU), ("dirprune", "compare"), frozenset(), str(cwd)), **changes)
 
 
 def test_a_worker_that_does_not_share_the_folder_sends_its_results(

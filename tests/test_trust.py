@@ -79,7 +79,6 @@ READING = [
     ("export", "shared/grda", "--to", "net.safetensors"),
     ("reproduce", "shared/sgd", "--results", "out"),
     ("compare", "--no-train", "--out", "shared"),
-    ("export", "shared/grda", "--to", "net.safetensors"),
 ]
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dirprune.lab.methods.masks import Masked, interval, keep_largest, whole_counts
+from dirprune.lab.methods.masks import Masked, interval, keep_largest, keep_largest_of_all, whole_counts
 from dirprune.lab.ranges import BELOW_ONE, COUNT, FRACTION, BadValue, check
 
 ALLOCATIONS = ("uniform", "global")
@@ -52,10 +52,8 @@ def layer_masks(weights: Mapping[str, Tensor], sparsities: Mapping[str, float]) 
 
 def global_masks(weights: Mapping[str, Tensor], sparsity: float) -> dict[str, Tensor]:
     """Return masks that keep the largest weights (or scores) of the network, wherever they are."""
-    magnitudes = torch.cat([w.detach().abs().flatten() for w in weights.values()])
-    kept = keep_largest(magnitudes, round(len(magnitudes) * (1 - sparsity)))
-    parts = torch.split(kept, [w.numel() for w in weights.values()])
-    return {name: part.view(w.shape) for (name, w), part in zip(weights.items(), parts, strict=True)}
+    count = round(sum(w.numel() for w in weights.values()) * (1 - sparsity))
+    return keep_largest_of_all({name: w.detach().abs() for name, w in weights.items()}, count)
 
 
 class Magnitude(Masked):

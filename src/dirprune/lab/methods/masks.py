@@ -81,6 +81,13 @@ def keep_largest(scores: Tensor, count: int) -> Tensor:
     return mask.view(scores.shape)
 
 
+def keep_largest_of_all(scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Return the masks of the ``count`` largest scores of all tensors together."""
+    kept = keep_largest(torch.cat([tensor.flatten() for tensor in scores.values()]), count)
+    parts = torch.split(kept, [tensor.numel() for tensor in scores.values()])
+    return {name: part.view(scores[name].shape) for name, part in zip(scores, parts, strict=True)}
+
+
 def whole_counts(sizes: Sequence[int], densities: Sequence[float]) -> list[int]:
     """Return size·density for each layer, rounded so that the sum is the rounded sum: rounding errors do not add up.
 

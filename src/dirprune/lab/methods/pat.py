@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from dirprune.lab.methods.latent import Latent
 from dirprune.lab.methods.magnitude import cubic_sparsity
-from dirprune.lab.methods.masks import keep_largest
+from dirprune.lab.methods.masks import keep_largest_of_all
 from dirprune.lab.ranges import BELOW_ONE, FRACTION, check
 
 
@@ -72,14 +72,13 @@ class Pat(Latent):
             return
         # The plan reaches its target with the last step before `end`.
         hidden = self.final if step == end else cubic_sparsity(step - 1, start=start, end=end, final=self.final)
-        every = torch.cat([latent.abs().flatten() for latent in self.latent.values()])
-        kept = keep_largest(every, len(every) - math.ceil(hidden * len(every)))
-        parts = torch.split(kept, [latent.numel() for latent in self.latent.values()])
-        for (name, latent), part in zip(self.latent.items(), parts, strict=True):
-            mask = self.masks[name].copy_(part.view(latent.shape))
-            self.layer_weights[name].copy_(latent * mask)
+        total = sum(latent.numel() for latent in self.latent.values())
+        sizes = {name: latent.abs() for name, latent in self.latent.items()}
+        for name, mask in keep_largest_of_all(sizes, total - math.ceil(hidden * total)).items():
+            self.masks[name].copy_(mask)
+            self.layer_weights[name].copy_(self.latent[name] * mask)
             if step == end:
-                latent.copy_(self.layer_weights[name])
+                self.latent[name].copy_(self.layer_weights[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         return super().state_dict() | {f"mask.{name}": mask for name, mask in self.masks.items()}

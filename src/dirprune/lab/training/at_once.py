@@ -235,8 +235,7 @@ class Processes:
 
     def start(self, number: int, job: RemoteJob, *, again: bool) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
-        here = (self._here.device, self._here.root, self._here.save_every)
-        arguments = (theirs, self._stop, job, here, trust.allowed(), again)
+        arguments = (theirs, self._stop, job, self._here.of_worker(), trust.allowed(), again)
         process = self._context.Process(target=_in_process, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -266,12 +265,10 @@ class Processes:
 
 
 def _in_process(
-    pipe: Connection, stop: Any, job: RemoteJob, here: tuple[Any, ...], trusted: set[str], again: bool
+    pipe: Connection, stop: Any, job: RemoteJob, here: Surroundings, trusted: set[str], again: bool
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that the user sees decides when to stop
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    device, root, save_every = here
-    surroundings = Surroundings(device, root, save_every=save_every, stopping=stop.is_set)
-    for said in work(job, surroundings, trusted, again=again):
+    for said in work(job, replace(here, stopping=stop.is_set), trusted, again=again):
         pipe.send(said)
     pipe.close()

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Files:
 class Home:
     """What a worker has to know of the process that the user sees."""
 
-    here: tuple[torch.device, Path | None, int | None]
+    here: Surroundings
     command: tuple[str, ...]
     trusted: frozenset[str]
     cwd: str = field(default_factory=os.getcwd)
@@ -159,9 +159,8 @@ class Cluster:
         return self._room
 
     def start(self, number: int, job: RemoteJob, *, again: bool) -> None:
-        here = self._here.device, self._here.root, self._here.save_every
         begun = job.folder is not None and (job.folder / "config.json").exists()
-        home = Home(here, tuple(sys.argv), frozenset(trust.allowed()))
+        home = Home(self._here.of_worker(), tuple(sys.argv), frozenset(trust.allowed()))
         self._working[self._task.remote(job, home, self._marker(job), begun, again)] = number, job
 
     def _marker(self, job: RemoteJob) -> Path | None:
@@ -231,8 +230,7 @@ def _in_task(job: RemoteJob, home: Home, marker: Path | None, begun: bool, again
     sys.argv = list(home.command)  # which is recorded with every run
     os.makedirs(home.cwd, exist_ok=True)
     os.chdir(home.cwd)
-    device, root, save_every = home.here
-    here = Surroundings(device, root, save_every=save_every, stopping=lambda: bool(asked))
+    here = replace(home.here, stopping=lambda: bool(asked))
     shared = marker is None or marker.exists()
     if not shared:
         what = f"{platform.node()} does not share {job.folder and job.folder.parent}"

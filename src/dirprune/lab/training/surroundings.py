@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -53,3 +53,7 @@ class Surroundings:
     def several(self) -> bool:
         """Whether several runs are trained at the same time."""
         return bool(self.cluster) or (self.at_once or 1) > 1
+
+    def of_worker(self) -> Surroundings:
+        """Return what another process needs of this, which can be pickled."""
+        return replace(self, watch=as_it_is, stopping=never, at_once=None, cluster="")
