@@ -58,7 +58,7 @@ def published_cell(setting: Setting, metric: str, epoch: int) -> PublishedCell:
 def our_cell(results: Path, setting: Setting, metric: str, epoch: int) -> reproduce.Cell:
     [cell] = [
         c
-        for c in reproduce.compare(results)
+        for c in reproduce.compared(ledger.read(results))
         if (c.published.setting, c.published.metric, c.published.epoch) == (setting, metric, epoch)
     ]
     return cell
@@ -231,7 +231,7 @@ def test_chance_is_how_often_runs_of_the_same_kind_lie_that_far(n: int) -> None:
 
 
 def test_without_results_every_cell_is_missing(tmp_path: Path) -> None:
-    cells = reproduce.compare(tmp_path)
+    cells = reproduce.compared(ledger.read(tmp_path))
     assert len(cells) == 450
     assert all(cell.missing and cell.deviation is None and cell.chance is None for cell in cells)
     assert len(reproduce.missing(cells)) == 15
@@ -259,7 +259,7 @@ def test_an_unfinished_run_counts_as_far_as_it_came(tmp_path: Path) -> None:
     ledger.collect([make_run(tmp_path / "run", VGG, [record(1), record(50)])], tmp_path / "results")
     assert not our_cell(tmp_path / "results", MU6, "test_loss", 50).missing
     assert our_cell(tmp_path / "results", MU6, "test_loss", 100).missing
-    gaps = reproduce.missing(reproduce.compare(tmp_path / "results"))
+    gaps = reproduce.missing(reproduce.compared(ledger.read(tmp_path / "results")))
     assert "vgg16-cifar10, gRDA μ=0.6: epochs 100, 200, 300, 600" in gaps
 
 
@@ -290,7 +290,7 @@ def test_a_run_on_a_part_of_the_data_is_no_reproduction(tmp_path: Path, examples
 @pytest.mark.parametrize("change", [{"epochs": 200}, {"momentum": 0.9}, {"lr": 0.05}, {"c": 1e-3}])
 def test_a_run_that_departs_from_the_publication_is_no_reproduction(tmp_path: Path, change: dict[str, Any]) -> None:
     ledger.collect([make_run(tmp_path / "run", VGG.but(**change), [record(50)])], tmp_path / "results")
-    assert all(cell.missing for cell in reproduce.compare(tmp_path / "results"))
+    assert all(cell.missing for cell in reproduce.compared(ledger.read(tmp_path / "results")))
 
 
 def test_a_departing_run_does_not_replace_the_faithful_one(tmp_path: Path) -> None:
@@ -305,7 +305,9 @@ def test_what_the_seeds_do_not_explain_is_listed(tmp_path: Path) -> None:
     near = published_cell(MU6, "test_accuracy", 300).comparable
     line = record(300, sparsity=0.5, test_accuracy=near.mean + near.std)
     ledger.collect([make_run(tmp_path / "run", VGG, [line])], tmp_path / "results")
-    odd = [cell.published.metric for cell in reproduce.surprising(reproduce.compare(tmp_path / "results"))]
+    odd = [
+        cell.published.metric for cell in reproduce.surprising(reproduce.compared(ledger.read(tmp_path / "results")))
+    ]
     assert "sparsity" in odd
     assert "test_accuracy" not in odd
 
@@ -328,7 +330,9 @@ def test_an_odd_cell_is_shown_with_the_epochs_around_it(tmp_path: Path) -> None:
             assert near is not None
             assert near[0] == pytest.approx(means)
             assert near[1] == pytest.approx(their_mean(MU6, "sparsity", 295))  # the only epoch that both have
-        assert ("In the epochs around it" in reproduction_page.page(results)) == (means is not None)
+        assert ("In the epochs around it" in reproduction_page.page(ledger.read(results), results)) == (
+            means is not None
+        )
 
 
 def test_epochs_around_a_cell_count_only_if_both_have_them(tmp_path: Path) -> None:
@@ -371,7 +375,7 @@ def test_the_page_shows_ours_beside_the_paper_s(tmp_path: Path) -> None:
         "vgg16,128,15245130,grda,1.5,0.3,560,0.041,H200,2.11,abc,x\n"
         "resnet50,256,25557032,sgd,37.6,7.95,,0.026,H200,2.11,abc,x\n"
     )
-    text = reproduction_page.write_page(results, docs).read_text(encoding="utf-8")
+    text = reproduction_page.write_page(ledger.read(results), results, docs).read_text(encoding="utf-8")
     assert "| vgg16 | 128 | grda | 30.3 | 1.42 | 1809 | 1.5 | 1.250 | 560 |" in text
     assert "| resnet50 | 256 | sgd | 396.4 | 1.00 | 14221 | 37.6 | 1.000 | — |" in text
     assert "Ours, vgg16, resnet50: H200, torch 2.11, commit abc." in text
@@ -387,7 +391,7 @@ def test_the_page_shows_ours_beside_the_paper_s(tmp_path: Path) -> None:
 def test_cells_csv_has_every_cell(tmp_path: Path) -> None:
     """Three lines of the tables that the page once had: ours, the paper's as printed, and those that compare."""
     ledger.collect([make_run(tmp_path / "vgg", VGG, [record(1), record(200, sparsity=0.7943)])], tmp_path / "results")
-    reproduction_page.write_page(tmp_path / "results", tmp_path / "docs")
+    reproduction_page.write_page(ledger.read(tmp_path / "results"), tmp_path / "results", tmp_path / "docs")
     rows = read_rows(tmp_path / "results" / "cells.csv", reproduction_page.CellRow)
     assert len(rows) == len(published.cells()) == 450
     assert sum(row.ours is not None for row in rows) == 10
@@ -460,7 +464,7 @@ def test_the_published_norms_are_drawn_over_ours() -> None:
 
 
 def test_a_page_without_runs_says_so(tmp_path: Path) -> None:
-    text = reproduction_page.page(tmp_path)
+    text = reproduction_page.page(ledger.read(tmp_path), tmp_path)
     assert "0 of 450 published cells have a run of ours." in text
     assert "No run yet." in text
     assert "Ours are not measured yet" in text
@@ -469,7 +473,11 @@ def test_a_page_without_runs_says_so(tmp_path: Path) -> None:
 
 def test_the_page_s_tables_are_rectangular(tmp_path: Path) -> None:
     ledger.collect([make_run(tmp_path / "run", VGG, [record(1)])], tmp_path / "results")
-    blocks = [block for block in reproduction_page.page(tmp_path / "results").split("\n\n") if block.startswith("|")]
+    blocks = [
+        block
+        for block in reproduction_page.page(ledger.read(tmp_path / "results"), tmp_path / "results").split("\n\n")
+        if block.startswith("|")
+    ]
     assert len(blocks) == 1 + 1  # Figure 2, costs
     for block in blocks:
         assert len({line.count("|") for line in block.splitlines()}) == 1
@@ -482,7 +490,7 @@ def test_the_tables_fit_a_terminal_whatever_the_numbers(
     monkeypatch.setenv("COLUMNS", str(width))
     cells = [
         replace(cell, ours=(cell.published.paper.mean - 99.9 * cell.published.paper.std - 2.6e-5,))
-        for cell in reproduce.compare(Path("nowhere"))
+        for cell in reproduce.compared(ledger.read(Path("nowhere")))
     ]
     for title, rows in reproduce.tables(cells).items():
         Output().rows(title, rows, spare=reproduce.SPARE)
@@ -493,7 +501,7 @@ def test_the_tables_fit_a_terminal_whatever_the_numbers(
 
 def test_the_tables_name_what_there_is(tmp_path: Path) -> None:
     ledger.collect([make_run(tmp_path / "run", VGG, [record(200, sparsity=0.79434)])], tmp_path / "results")
-    cells = reproduce.compare(tmp_path / "results")
+    cells = reproduce.compared(ledger.read(tmp_path / "results"))
     [row] = [row for row in reproduce.tables(cells)["vgg16-cifar10, gRDA μ=0.6"] if row["metric"] == "sparsity"]
     shown = ["sparsity", "200", "79.43", "1", "79.64 ± 0.20", "−1.0σ", "79.62 ± 0.21 (10)", "−0.9σ"]
     assert list(row.values()) == shown

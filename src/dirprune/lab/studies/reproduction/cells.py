@@ -94,9 +94,9 @@ def chance(mean: float, n: int, estimate: Estimate) -> float | None:
     return float(2 * student.sf(abs(t), estimate.n - 1))
 
 
-def compare(results: Path) -> list[Cell]:
+def compared(runs: Iterable[Recorded]) -> list[Cell]:
     """Return every cell of the published CIFAR tables with our measurements."""
-    groups = reproductions(ledger.read(results))
+    groups = reproductions(runs)
     by_setting = {
         setting: [{epoch.epoch: epoch for epoch in run.epochs} for run in runs] for setting, runs in groups.items()
     }

@@ -16,7 +16,6 @@ from dirprune.lab.records.tables import read_rows, write_rows
 from dirprune.lab.studies.bench.work import MeasuredCost
 from dirprune.lab.studies.reproduction import cells as reproduce
 from dirprune.lab.studies.reproduction import figures as reproduction_plots
-from dirprune.lab.studies.reproduction import ledger
 from dirprune.lab.studies.reproduction.cells import Cell, format_deviation
 from dirprune.lab.studies.reproduction.ledger import Recorded
 
@@ -74,21 +73,20 @@ class CellRow:
         )
 
 
-def write_page(results: Path, docs: Path) -> Path:
-    """Write docs/reproduction.md, its figures and cells.csv from the files in ``results``; return the page's path.
+def write_page(runs: Sequence[Recorded], results: Path, docs: Path) -> Path:
+    """Write docs/reproduction.md, its figures and cells.csv from the runs in ``results``; return the page's path.
 
-    ``results`` may be empty; the page says what is missing.
+    There may be none; the page says what is missing.
     """
-    draw(results, docs / "figures")
-    write_rows(results / "cells.csv", CellRow, map(CellRow.of, reproduce.compare(results)))
+    draw(reproduce.reproductions(runs), docs / "figures")
+    write_rows(results / "cells.csv", CellRow, map(CellRow.of, reproduce.compared(runs)))
     path = docs / "reproduction.md"
-    path.write_text(page(results), encoding="utf-8")
+    path.write_text(page(runs, results), encoding="utf-8")
     return path
 
 
-def draw(results: Path, figures: Path) -> None:
+def draw(groups: Groups, figures: Path) -> None:
     """Draw the figures of the page and save them in a folder."""
-    groups = reproduce.reproductions(ledger.read(results))
     for experiment in published.EXPERIMENTS:
         if drawn := drawable(experiment, groups):
             plots.save(_trajectory_figure(experiment, drawn), figures / f"reproduction-{experiment}.png")
@@ -105,10 +103,9 @@ def drawable(experiment: str, groups: Groups) -> Groups:
     return found
 
 
-def page(results: Path) -> str:
+def page(runs: Sequence[Recorded], results: Path) -> str:
     """Return the page as Markdown."""
-    runs, cells = ledger.read(results), reproduce.compare(results)
-    groups = reproduce.reproductions(runs)
+    cells, groups = reproduce.compared(runs), reproduce.reproductions(runs)
     bench = [row for row in read_rows(results / "bench.csv", MeasuredCost) if row.floor_ms is not None]
     return Template(WORDS.read_text(encoding="utf-8")).substitute(
         conclusion="\n".join(f"- {line}" for line in reproduce.conclusion(cells)),

@@ -78,7 +78,8 @@ def reproduce(
             raise FileNotFoundError(
                 f"{results} has no ledger.csv; give --results, or train: dirprune reproduce --train"
             )
-        cells = comparing.compare(results)
+        recorded = ledger.read(results)
+        cells = comparing.compared(recorded)
         for title, rows in comparing.tables(cells).items():
             output.rows(title, rows, spare=comparing.SPARE)
             output.tell("")
@@ -89,7 +90,7 @@ def reproduce(
         for line in (*comparing.conclusion(cells), *(f"missing: {gap}" for gap in comparing.missing(cells))):
             output.tell(line)
         if page:
-            output.tell(f"page: {reproduction_page.write_page(results, docs)}")
+            output.tell(f"page: {reproduction_page.write_page(recorded, results, docs)}")
 
 
 def _train_missing(
