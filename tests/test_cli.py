@@ -172,9 +172,11 @@ def test_version() -> None:
         ("demo", "(60)"),
         ("train", "(a new one under runs/)"),
         ("train", "($DIRPRUNE_DATA or ~/.cache/dirprune)"),
-        ("report", "RUN/figures"),
+        ("report", "RUN/figures; runs/report"),
         ("tune", ".501 .51 .55"),
         ("tune", "runs/tune-RECIPE"),
+        ("compare", "runs/compare-RECIPE"),
+        ("score", "RUN/score"),
         ("resume", "(where the last session found them)"),
         ("score", "(the newest)"),
         ("connect", "(that of run A)"),
@@ -410,7 +412,7 @@ def test_report_of_seeds_for_machines(trained: dict[str, tuple[Path, Result]]) -
     assert spread["mean"] == pytest.approx(sum(values) / 2)
     assert spread["std"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
     assert by_optimizer["sgd"]["test_accuracy"]["std"] is None
-    assert [Path(path) for path in found["figures"]] == [Path(f"report/{n}.png") for n in ("curves", "signs", "layers")]
+    assert [Path(path) for path in found["figures"]] == [Path(f"runs/report/{n}.png") for n in ("curves", "signs", "layers")]
     assert all(Path(path).exists() for path in found["figures"])
 
 

@@ -354,7 +354,7 @@ def beside_dense(runs: Runs, left: Mapping[str, float]) -> Figure:
     _fit(curves, TEST_ERROR)
     percents = [100 * fraction for fraction in left.values()]
     drawn = bars.barh(list(left), percents, height=0.55, color=colour(1))
-    bars.bar_label(drawn, [f"{percent:.3g} %" for percent in percents], padding=3)
+    bars.bar_label(drawn, [f"{percent:.3g}%" for percent in percents], padding=3)
     bars.set(xlabel="left of the dense network (%)", xlim=(0, max(100.0, *percents)))
     bars.invert_yaxis()
     bars.grid(False, axis="y")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shutil import which
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 TARGET = 0.9
-COLUMNS = ("", "test accuracy (%)", "weights left (%)", "MACs left (%)", "file (kB)", "µs per image", "training")
+COLUMNS = ("", "accuracy (%)", "weights left (%)", "MACs left (%)", "file (kB)", "µs per image", "training")
 
 
 @dataclass(frozen=True)
@@ -86,15 +88,18 @@ def demo(
         output = Output(as_json)
         output.record({"rows": [asdict(each) for each in found], "figure": str(path)})
         output.table("The same network, weights and minibatches", COLUMNS, [each.cells() for each in found])
-        output.tell("One run each, 359 test images: a difference of less than a point may be chance.")
+        output.tell("Accuracy on 359 test images, one run each: a difference of less than a point may be chance.")
         output.tell(f"\nWhat gRDA left of each layer:\n\n{layerwise(run.read())[1]}")
-        output.tell(f"\nFigure: {path}\n\nNext, with a network and data of your own (docs/how-to.md):")
-        output.tell(f"    dirprune train my_recipe.py --sparsity {TARGET:g} --out runs/mine")
+        output.tell(f"\nFigure: {path}\n\nNext, with pictures of your own, a folder of them per class (docs/images.md):")
+        if which("dirprune") is None:  # make demo installs into an environment that nobody has activated
+            output.tell(f"    . {Path(sys.executable).parent / 'activate'}")
+        output.tell(f"    dirprune train pictures --data FOLDER --sparsity {TARGET:g} --out runs/mine")
         output.tell("    dirprune export runs/mine --to net.safetensors")
-        output.tell("    dirprune speed runs/mine --trust")
+        output.tell("    dirprune speed runs/mine")
         output.tell("In your own script:")
         output.tell(
-            f"    optimizer = dirprune.GRDA(model.parameters(), lr={recipe.optimizer.lr:g}, target={TARGET:g}, steps=…)"
+            "    optimizer = dirprune.GRDA(dirprune.prunable_groups(model), "
+            f"lr={recipe.optimizer.lr:g}, target={TARGET:g}, steps=N)"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -110,20 +110,32 @@ class _Column:
 def _shapes(title: str, columns: Sequence[_Column], spare: Sequence[str]) -> Iterator[Table]:
     """Yield the table in all its shapes, the best first.
 
-    The shapes are: complete; with wrapped headers; transposed; without the columns that are the same in all rows,
-    which move to a caption; and without more and more of the ``spare`` columns.
+    The shapes are: complete; with headers of two lines; transposed; without the columns that are the same in all rows,
+    which move to a caption; without more and more of the ``spare`` columns; and all again with less room for texts,
+    then for headers.
     """
     first, *others = zip(*((column.header, *column.cells) for column in columns), strict=True)
     turned = [_Column(line[0], line[1:], words=False) for line in others]
     same = [column for column in columns if column.same]
     yield _table(title, columns)
-    for words in (_WORDS, 0):
-        yield _table(title, columns, words)
-        yield _table(title, [_Column(first[0], first[1:], words=True), *turned], words)
+    for words, header in ((_WORDS, _halved), (0, _halved), (0, _longest_word)):
+        yield _table(title, columns, words, header)
+        yield _table(title, [_Column(first[0], first[1:], words=True), *turned], words, header)
         for count in range(len(spare) + 1):
             gone = [column for column in columns if column.header in spare[:count] and not column.same]
             kept = [column for column in columns if column not in same + gone] or columns[:1]
-            yield _table(title, kept, words, _caption(same, gone))
+            yield _table(title, kept, words, header, _caption(same, gone))
+
+
+def _halved(header: str) -> int:
+    """Return the least width at which a header takes two lines at most."""
+    words = header.split()
+    cuts = range(1, max(2, len(words)))
+    return min(max(len(" ".join(part)) for part in (words[:cut], words[cut:])) for cut in cuts)
+
+
+def _longest_word(header: str) -> int:
+    return max(map(len, header.split()), default=0)
 
 
 def _caption(same: Sequence[_Column], gone: Sequence[_Column]) -> str:
@@ -134,16 +146,22 @@ def _caption(same: Sequence[_Column], gone: Sequence[_Column]) -> str:
     return " ".join(f"{what}: {', '.join(items)}." for what, items in sentences.items() if items)
 
 
-def _table(title: str, columns: Sequence[_Column], words: int | None = None, caption: str = "") -> Table:
-    """Return a table. If ``words`` is given, headers and text columns wider than that may wrap, but not numbers.
+def _table(
+    title: str,
+    columns: Sequence[_Column],
+    words: int | None = None,
+    narrowest: Callable[[str], int] = len,
+    caption: str = "",
+) -> Table:
+    """Return a table. If ``words`` is given, text columns wider than that may wrap, but not numbers.
 
-    The first column never wraps, because it identifies the rows.
+    The first column never wraps, because it identifies the rows. ``narrowest`` is the least width of a header.
     """
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", show_edge=False)
     table.caption, table.caption_justify, table.caption_style = caption or None, "left", "none"
     for number, column in enumerate(columns):
         header = column.header
-        whole = max(column.longest, *map(len, [header] if words is None else header.split()), 0)
+        whole = max(column.longest, narrowest(header))
         if column.words:
             named = number == 0
             least = whole if words is None or named else min(whole, words)

@@ -142,6 +142,7 @@ def train(
     """
     with clear_errors():
         from dirprune.lab.cli.follow import device_of, follow
+        from dirprune.lab.data import RESIZED
         from dirprune.lab.training import recipes, runs
 
         options = {
@@ -161,7 +162,7 @@ def train(
             "model": model,
             "validation": validation,
             "data": dataset,
-            "size": image_size,
+            "size": image_size if image_size or dataset in (None, *RESIZED) else 0,
             "start": None if start is None else str(start.resolve()),
             "augment": augment,
             "keep": tuple(integers("--keep", keep)) if keep else None,
@@ -233,6 +234,10 @@ def _names(text: str) -> tuple[str, ...]:
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE", help="Your recipe, a Python file: what it names may run.", show_default="none"),
+    ] = None,
     trust: TrustOption = False,
     data: RunDataOption = None,
     device: DeviceOption = "auto",
@@ -245,8 +250,10 @@ def resume(
     """Continue a run from its last good checkpoint."""
     with clear_errors():
         from dirprune.lab.cli.follow import follow
-        from dirprune.lab.training import runs
+        from dirprune.lab.training import recipes, runs
 
+        if recipe is not None:
+            recipes.find(recipe)
         found = runs.load(run, trusted=trust)
         root = data or found.last_root()
         follow(

@@ -1,6 +1,7 @@
 """Data sets as Loaders: digits, CIFAR, ImageNet, any folder of images, noise, or torch Datasets of a user's own."""
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from dirprune.lab.data import cifar, dataset
-from dirprune.lab.data.imagefolder import SIZE, ImageFolderLoader, find_imagenet
+from dirprune.lab.data.imagefolder import SIZE, ImageFolderLoader, Images, find_imagenet, find_images
 from dirprune.lab.data.loader import (
     CIFAR_STATISTICS,
     IMAGENET_STATISTICS,
@@ -40,7 +41,9 @@ NAMES = ("digits", "cifar10", "cifar100", "imagenet", "folder", "synthetic")
 ON_DISK = ("cifar10", "cifar100", "imagenet", "folder")
 """The data sets that are read from disk."""
 FOLDERS = ("imagenet", "folder")
-"""Those that are folders of images: train/ and val/, with a folder per class in each."""
+"""Those that are folders of images: train/ and val/, with a folder per class in each; folder may lack these two."""
+TESTED = 0.2
+"""The share of every class that is held out to test on, where a folder does not say it."""
 
 DIGITS_STATISTICS = Normalization((0.3056,), (0.3761,), white=16)
 """Statistics of the training part of scikit-learn's digits, whose pixels run from 0 to 16."""
@@ -49,8 +52,14 @@ CROP_PADDING = 4
 EVALUATION_BATCH = 1000
 WHOLE = {"cifar10": 50_000, "cifar100": 50_000}
 """Number of training images of the official sets."""
+RESIZED = (*FOLDERS, *WHOLE)
+"""The data sets whose images can have another size."""
 SPLIT_SEED = 20_200_612
 """Decides what is held out, independently of the run's seed, so that all runs share validation and test sets."""
+
+
+class HeldOut(UserWarning):
+    """A folder does not say which pictures to test on, so that some were chosen."""
 
 
 @dataclass(frozen=True)
@@ -145,17 +154,17 @@ def load(
         raise ValueError(f"name={name!r}: no such data set; known are {', '.join(NAMES)}")
     if not 0 <= validation < 1:
         raise ValueError(f"validation={validation}: the fraction to hold out must lie in [0, 1)")
-    if size and name not in (*FOLDERS, *WHOLE):
-        resized = ", ".join((*FOLDERS, *WHOLE))
-        raise ValueError(f"--image-size {size}: only the images of {resized} are resized; leave it out")
+    if size and name not in RESIZED:
+        raise ValueError(f"--image-size {size}: only the images of {', '.join(RESIZED)} are resized; leave it out")
     batching = Batching(batch_size, seed, rank, world_size)
     if ":" in name:
         return _own(name, batching, torch.device(device), validation)
     if name in FOLDERS:
         chosen = _channels(normalization or IMAGENET_STATISTICS, 3)
         readers = _workers(workers, world_size)
+        parts = (find_imagenet if name == "imagenet" else _pictures)(data_root(root))
         return _folder(
-            data_root(root), batching, chosen, torch.device(device), validation, augment, readers, size or SIZE
+            parts, batching, chosen, torch.device(device), validation, augment, readers, size or SIZE
         )
     data = _shrunk(_read(name, data_root(root), synthetic or Synthetic()), size)
     chosen = _channels(normalization or data.normalization, data.train[0].shape[1])
@@ -283,8 +292,21 @@ def _resident(
     )
 
 
+def _pictures(root: Path) -> tuple[Images, Images]:
+    """Return the pictures to train and to test on: train/ and val/, or parts of every class where there is neither."""
+    if any((root / part).is_dir() for part in ("train", "val", "imagenet")):
+        return find_imagenet(root)
+    every = find_images(root)
+    kept, held = stratified_split(every.targets, TESTED)
+    if not len(held):
+        raise ValueError(f"{root}: no class has the 3 pictures it takes to hold one out; add some, or make train/ and val/")
+    told = f"{root} has no train/ and val/: {len(held)} of its {len(every.paths)} pictures are held out to test on"
+    warnings.warn(told, HeldOut, stacklevel=2)
+    return every.take(kept), every.take(held)
+
+
 def _folder(
-    root: Path,
+    parts: tuple[Images, Images],
     batching: Batching,
     normalization: Normalization,
     device: torch.device,
@@ -293,7 +315,7 @@ def _folder(
     workers: int,
     side: int,
 ) -> Loaders:
-    train, test = find_imagenet(root)
+    train, test = parts
     kept, held = _validation_split(train.targets, validation)
     options = (batching, normalization, device, workers)
     return Loaders(

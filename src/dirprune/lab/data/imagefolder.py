@@ -50,7 +50,9 @@ class ImageFiles:
 def find_images(folder: Path) -> ImageFiles:
     """List folder/CLASS/IMAGE, with classes and images in sorted order."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}; give --data the folder that contains train/ and val/")
+        raise FileNotFoundError(
+            f"there is no folder {folder}; give --data the folder that contains train/ and val/, or your classes"
+        )
     classes = tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()))
     if not classes:
         raise ValueError(f"{folder}: no class folders; it must contain one folder of images per class")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ __all__ = ["NAMES", "build", "gpt", "narrower", "resnet18", "resnet50", "resnet_
 
 _BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "resnet18": resnet18,
+    "resnet18-imagenet": partial(resnet18, small_images=False),
     "resnet50": resnet50,
     "resnet-small": resnet_small,
     "small": small,
@@ -41,7 +43,8 @@ def build(name: str, classes: int) -> nn.Module:
 
     Args:
         name: ``"vgg16"``, ``"wrn28x10"`` (any ``"wrn{depth}x{width}"``), ``"resnet50"``, ``"resnet18"`` (the CIFAR
-            stem), ``"small"`` (any ``"small{width}"``), ``"resnet-small"`` (any ``"resnet-small{width}"``),
+            stem), ``"resnet18-imagenet"`` (torchvision's), ``"small"`` (any ``"small{width}"``), ``"resnet-small"`` (any
+            ``"resnet-small{width}"``),
             ``"gpt64x2"`` (any ``"gpt{width}x{depth}"``); or ``"package.module:callable"`` for your own, which may be in
             the current folder. It gets the number of classes as ``num_classes`` or ``classes``, whichever it names
             (``num_classes`` if it takes any keyword, as torchvision's and timm's do), and no argument if it takes

@@ -82,8 +82,11 @@ def compare(
         str | None, typer.Option(help="Draw published numbers instead: resnet50-imagenet.", show_default="none")
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="Folder for runs, tables and figures; run again with the same folder to continue.")
-    ] = Path("comparison"),
+        Path | None,
+        typer.Option(
+            help="Folder for runs, tables and figures; the same folder continues.", show_default="runs/compare-RECIPE"
+        ),
+    ] = None,
     data: DataOption = None,
     device: DeviceOption = "auto",
     html: HtmlOption = False,
@@ -93,31 +96,36 @@ def compare(
     with clear_errors():
         output = Output(as_json)
         if published is not None:
-            _draw_published(published, out, output)
+            _draw_published(published, out or Path("runs") / f"compare-{published}", output)
             return
+        from dirprune.lab.training import recipes
+
+        chosen = None if recipe is None else recipes.find(recipe)
+        folder = out or (chosen and Path("runs") / f"compare-{chosen.name}")
+        if folder is None or (train and chosen is None):
+            raise ValueError(
+                "RECIPE is missing; take one of `dirprune recipes`, or give --published, or --no-train with --out"
+            )
         asked = fractions("--sparsity", sparsity)
         levels = [Level(share) for share in asked]
         levels += [Level(round(1 - left, 12), MACS) for left in (fractions("--macs", macs) if macs else ())]
         interruption = Interruption(minutes)
-        if train:
+        if train and chosen:
             from dirprune.lab.cli.follow import surroundings
             from dirprune.lab.studies.comparison import trials
-            from dirprune.lab.training import recipes
             from dirprune.lab.training.recipe import changed
 
-            if recipe is None:
-                raise ValueError("RECIPE is missing; take one of `dirprune recipes`, or give --no-train or --published")
             names = None if methods is None else methods.replace(",", " ").split()
             changes = {"epochs": epochs, "lr": lr, "model": model, "precision": precision and precision.value}
-            base = changed(recipes.find(recipe), **changes)
+            base = changed(chosen, **changes)
             given = trials.read_sweeps(sweep or [])
             here = surroundings(device, data, interruption, at_once, cluster)
-            study = Study(base, names, asked, seeds, given, start, out, here, interruption, output)
+            study = Study(base, names, asked, seeds, given, start, folder, here, interruption, output)
             settings = _tuned(study, tune) if tune else {}
             if settings is None:  # stopped
                 return
             _train(study, settings)
-        _conclude(out, levels, output, against, html=html)
+        _conclude(folder, levels, output, against, html=html)
 
 
 @app.command()

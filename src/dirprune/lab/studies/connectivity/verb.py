@@ -20,7 +20,7 @@ def connect(
     run_a: Annotated[Path, typer.Argument(help="The end at t = 0; the published curves have gRDA here.")],
     run_b: Annotated[Path, typer.Argument(help="The end at t = 1.")],
     trust: TrustOption = False,
-    out: OutOption = Path("connection"),
+    out: OutOption = Path("runs/connect"),
     epochs: Annotated[int, typer.Option(help="Epochs of the fit.")] = 300,
     points: Annotated[int, typer.Option(help="Points of the profile.")] = 61,
     grid: Annotated[int, typer.Option(help="Points per side of the plane.")] = 21,

@@ -62,7 +62,7 @@ def speed(
     seconds: Annotated[float, typer.Option(min=0.1, help="How long each runtime is measured.")] = 10,
     alone: Annotated[bool, typer.Option("--alone", help="Measure no other runtime.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the tables and the figure.", show_default="RUN/speed; speed/")
+        Path | None, typer.Option(help="Folder for the tables and the figure.", show_default="RUN/speed; runs/speed-FILE")
     ] = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
@@ -80,7 +80,7 @@ def speed(
         from dirprune.lab.studies.deployment import speed as work
         from dirprune.lab.studies.deployment.figures import speed_figure
 
-        out = out or (network / "speed" if network.is_dir() else Path("speed"))
+        out = out or (network / "speed" if network.is_dir() else Path("runs") / f"speed-{network.stem}")
         batches, counts = integers("--batch", batch, range(1, 100_001)), integers("--threads", threads, range(1, 257))
         cases = [(b, t) for t in counts for b in batches]
         out.mkdir(parents=True, exist_ok=True)

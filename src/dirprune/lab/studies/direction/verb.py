@@ -31,7 +31,7 @@ def project(
     sgd_run: Annotated[Path, typer.Argument(help="A run of SGD, with checkpoints kept (--keep).")],
     grda_run: Annotated[list[Path], typer.Argument(help="Runs of gRDA from the same weights and minibatches.")],
     trust: TrustOption = False,
-    out: OutOption = Path("projection"),
+    out: OutOption = Path("runs/project"),
     k: Annotated[int, typer.Option(min=1, help="Number of leading eigenvectors, with positive eigenvalues.")] = 10,
     epochs: Annotated[
         str | None, typer.Option(help="Epochs to measure, e.g. 10,300,600.", show_default="all that the runs share")
@@ -84,7 +84,10 @@ def project(
 def score(
     run: Annotated[Path, typer.Argument(help="A trained run, preferably with SGD.")],
     trust: TrustOption = False,
-    out: OutOption = Path("score"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the table and the figure; the same folder continues.", show_default="RUN/score"),
+    ] = None,
     k: Annotated[
         str, typer.Option(help="How many leading eigenvectors to treat as curved; comma-separated.")
     ] = "0,10,30,100",
@@ -111,7 +114,7 @@ def score(
         from dirprune.lab.studies.direction.spectrum import Lanczos
         from dirprune.lab.training import runs
 
-        found = runs.load(run, trusted=trust)
+        found, out = runs.load(run, trusted=trust), out or run / "score"
         steps = scoring(
             found,
             out,

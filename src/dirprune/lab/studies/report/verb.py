@@ -19,7 +19,7 @@ def report(
         list[Path], typer.Argument(help="Run directories; those that differ only in the seed are averaged.")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the figures.", show_default="RUN/figures; report/ for several runs")
+        Path | None, typer.Option(help="Folder for the figures.", show_default="RUN/figures; runs/report")
     ] = None,
     html: HtmlOption = False,
     as_json: JsonOption = False,
@@ -36,7 +36,7 @@ def report(
             output.tell(note)
         if found.signs:
             output.rows("Signs after the same epochs", [cells(row) for row in found.signs], left=2)
-        out = out or (None if len(run) == 1 else Path("report"))
+        out = out or (None if len(run) == 1 else Path("runs/report"))
         try:
             paths = figures.draw(found, out)
             if html:

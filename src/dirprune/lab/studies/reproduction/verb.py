@@ -45,7 +45,7 @@ def reproduce(
         list[str] | None, typer.Option(help="Train for this table, e.g. vgg16-cifar10; repeatable.", show_default="all")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of runs to have for every setting.")] = 1,
-    runs: Annotated[Path, typer.Option(help="Folder for the runs it trains.")] = Path("runs/reproduction"),
+    runs: Annotated[Path, typer.Option(help="Folder for the runs it trains.")] = Path("runs/reproduce"),
     keep: KeepOption = None,
     at_once: AtOnceOption = None,
     cluster: ClusterOption = None,

@@ -15,7 +15,7 @@ app = typer.Typer()
 
 @app.command()
 def theory(
-    out: Annotated[Path, typer.Option(help="Folder for the table and the figures.")] = Path("theory"),
+    out: Annotated[Path, typer.Option(help="Folder for the table and the figures.")] = Path("runs/theory"),
     figures: Annotated[Path | None, typer.Option(help="Folder for the figures.", show_default="--out")] = None,
     problems: Annotated[int, typer.Option(min=1, help="Random problems to average over.")] = 20,
     runs: Annotated[int, typer.Option(min=2, help="Simulated runs for the limit law.")] = 4000,

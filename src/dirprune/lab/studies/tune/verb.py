@@ -95,18 +95,18 @@ def tune(
         given = {"lr": lr, "batch_size": batch_size, "seed": seed, "model": model}
         given["precision"] = precision.value if precision else None
         chosen = changed(recipes.find(recipe), **given)
+        folder = out or Path("runs") / f"tune-{chosen.name}"
         here = surroundings(device, data, interruption, at_once, cluster)
         if rule is RuleName.paper:
             others = {"trials": trials, "between": between, "seeds": seeds, "validation": validation}
             _refuse(others, "--rule target, the default")
-            _tune_by_the_paper(chosen, recipe, given, epochs or 3, tolerance, mu, here, out, output)
+            _tune_by_the_paper(chosen, recipe, given, epochs or 3, tolerance, mu, here, folder, output)
             return
         _refuse({"mu": mu}, "--rule paper")
         ends = fractions("--between", between) if between else list(BETWEEN)
         if len(ends) != 2:
             raise ValueError(f"--between {between} cannot be used; give two fractions, e.g. 0.5,0.99")
         chosen, given = changed(chosen, epochs=epochs), given | {"epochs": epochs}
-        folder = out or Path("runs") / f"tune-{chosen.name}"
         search = Search(chosen, folder, tolerance, seeds or 1, trials or 5, (ends[0], ends[1]), validation)
         judged = _search(search, here, interruption, output)
         _conclude_search(search, judged, recipe, given, data, output)
@@ -172,7 +172,7 @@ def _tune_by_the_paper(
     tolerance: float,
     mu: list[float] | None,
     here: Surroundings,
-    out: Path | None,
+    out: Path,
     output: Output,
 ) -> None:
     """Choose c and μ by the paper's rule."""
@@ -193,7 +193,7 @@ def _tune_by_the_paper(
     if not finished:
         so_far = f" Best so far: c={best.c:g}, mu={best.mu:g} ({best.sparsity:.1%} zero)." if best else ""
         say(f"Stopped; the search is not finished.{so_far}")
-        if out and trials:
+        if trials:
             say(f"Its trials are in {out / paper_rule.TABLE}. Run the same command to continue.")
         raise typer.Exit(INTERRUPTED)
     if best is None:
