@@ -412,7 +412,9 @@ def test_report_of_seeds_for_machines(trained: dict[str, tuple[Path, Result]]) -
     assert spread["mean"] == pytest.approx(sum(values) / 2)
     assert spread["std"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
     assert by_optimizer["sgd"]["test_accuracy"]["std"] is None
-    assert [Path(path) for path in found["figures"]] == [Path(f"runs/report/{n}.png") for n in ("curves", "signs", "layers")]
+    assert [Path(path) for path in found["figures"]] == [
+        Path(f"runs/report/{n}.png") for n in ("curves", "signs", "layers")
+    ]
     assert all(Path(path).exists() for path in found["figures"])
 
 

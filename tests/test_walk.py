@@ -74,7 +74,16 @@ def test_a_folder_of_pictures_becomes_a_small_network_that_trains_on(monkeypatch
     (exported,) = objects(call("export", "runs/mine", "--to", "net.safetensors", "--json"))
     assert exported["file_bytes"] == Path("net.safetensors").stat().st_size
     small = load_sparse(Path("net.safetensors"))
-    own = ("--dataset", "walk_own:squares", "--model", "walk_own:net", "--from", "net.safetensors", "--optimizer", "sgd")
+    own = (
+        "--dataset",
+        "walk_own:squares",
+        "--model",
+        "walk_own:net",
+        "--from",
+        "net.safetensors",
+        "--optimizer",
+        "sgd",
+    )
     still = ("--lr", 1e-30, "--batch-size", 5, "--epochs", 1, "--keep", 0, "--out", "runs/next", "--json")
     (tuned,) = objects(call("train", "pictures", *own, *still))
     start = runs.weights_of(runs.load(Path("runs/next")), 0)[1]

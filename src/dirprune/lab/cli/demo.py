@@ -90,7 +90,9 @@ def demo(
         output.table("The same network, weights and minibatches", COLUMNS, [each.cells() for each in found])
         output.tell("Accuracy on 359 test images, one run each: a difference of less than a point may be chance.")
         output.tell(f"\nWhat gRDA left of each layer:\n\n{layerwise(run.read())[1]}")
-        output.tell(f"\nFigure: {path}\n\nNext, with pictures of your own, a folder of them per class (docs/images.md):")
+        output.tell(
+            f"\nFigure: {path}\n\nNext, with pictures of your own, a folder of them per class (docs/images.md):"
+        )
         if which("dirprune") is None:  # make demo installs into an environment that nobody has activated
             output.tell(f"    . {Path(sys.executable).parent / 'activate'}")
         output.tell(f"    dirprune train pictures --data FOLDER --sparsity {TARGET:g} --out runs/mine")

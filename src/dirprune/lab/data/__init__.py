@@ -163,9 +163,7 @@ def load(
         chosen = _channels(normalization or IMAGENET_STATISTICS, 3)
         readers = _workers(workers, world_size)
         parts = (find_imagenet if name == "imagenet" else _pictures)(data_root(root))
-        return _folder(
-            parts, batching, chosen, torch.device(device), validation, augment, readers, size or SIZE
-        )
+        return _folder(parts, batching, chosen, torch.device(device), validation, augment, readers, size or SIZE)
     data = _shrunk(_read(name, data_root(root), synthetic or Synthetic()), size)
     chosen = _channels(normalization or data.normalization, data.train[0].shape[1])
     return _resident(data, batching, chosen, torch.device(device), validation, augment)
@@ -299,7 +297,9 @@ def _pictures(root: Path) -> tuple[Images, Images]:
     every = find_images(root)
     kept, held = stratified_split(every.targets, TESTED)
     if not len(held):
-        raise ValueError(f"{root}: no class has the 3 pictures it takes to hold one out; add some, or make train/ and val/")
+        raise ValueError(
+            f"{root}: no class has the 3 pictures it takes to hold one out; add some, or make train/ and val/"
+        )
     told = f"{root} has no train/ and val/: {len(held)} of its {len(every.paths)} pictures are held out to test on"
     warnings.warn(told, HeldOut, stacklevel=2)
     return every.take(kept), every.take(held)

@@ -62,7 +62,8 @@ def speed(
     seconds: Annotated[float, typer.Option(min=0.1, help="How long each runtime is measured.")] = 10,
     alone: Annotated[bool, typer.Option("--alone", help="Measure no other runtime.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the tables and the figure.", show_default="RUN/speed; runs/speed-FILE")
+        Path | None,
+        typer.Option(help="Folder for the tables and the figure.", show_default="RUN/speed; runs/speed-FILE"),
     ] = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
