@@ -43,7 +43,7 @@ def build(name: str, classes: int) -> nn.Module:
 
     Args:
         name: ``"vgg16"``, ``"wrn28x10"`` (any ``"wrn{depth}x{width}"``), ``"resnet50"``, ``"resnet18"`` (the CIFAR
-            stem), ``"resnet18-imagenet"`` (torchvision's stem), ``"small"`` (any ``"small{width}"``), ``"resnet-small"``
+            stem), ``"resnet18-imagenet"`` (torchvision's), ``"small"`` (any ``"small{width}"``), ``"resnet-small"``
             (any ``"resnet-small{width}"``), ``"gpt64x2"`` (any ``"gpt{width}x{depth}"``); or
             ``"package.module:callable"`` for your own, which may be in the current folder. It gets the number of
             classes as ``num_classes`` or ``classes``, whichever it names (``num_classes`` if it takes any keyword, as
