@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from dirprune.lab.data import cifar, dataset
-from dirprune.lab.data.imagefolder import SIZE, ImageFolderLoader, Images, find_imagenet, find_images
+from dirprune.lab.data.imagefolder import SIZE, ImageFiles, ImageFolderLoader, find_imagenet, find_images
 from dirprune.lab.data.loader import (
     CIFAR_STATISTICS,
     IMAGENET_STATISTICS,
@@ -290,7 +290,7 @@ def _resident(
     )
 
 
-def _pictures(root: Path) -> tuple[Images, Images]:
+def _pictures(root: Path) -> tuple[ImageFiles, ImageFiles]:
     """Return the pictures to train and to test on: train/ and val/, or parts of every class where there is neither."""
     if any((root / part).is_dir() for part in ("train", "val", "imagenet")):
         return find_imagenet(root)
@@ -306,7 +306,7 @@ def _pictures(root: Path) -> tuple[Images, Images]:
 
 
 def _folder(
-    parts: tuple[Images, Images],
+    parts: tuple[ImageFiles, ImageFiles],
     batching: Batching,
     normalization: Normalization,
     device: torch.device,
