@@ -101,7 +101,7 @@ def compare(
         from dirprune.lab.training import recipes
 
         chosen = None if recipe is None else recipes.find(recipe)
-        folder = out or (chosen and Path("runs") / f"compare-{chosen.name}")
+        folder = out or (Path("runs") / f"compare-{chosen.name}" if chosen else None)
         if folder is None or (train and chosen is None):
             raise ValueError(
                 "RECIPE is missing; take one of `dirprune recipes`, or give --published, or --no-train with --out"
