@@ -541,7 +541,7 @@ def test_what_a_disk_refuses_is_told_with_the_remedy(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--tolerance nan", "tolerance=nan: give the largest residual to accept"),
+        ("--tolerance nan", "tolerance=nan cannot be used; give a finite number ≥ 0"),
         ("--tolerance=-1", "tolerance=-1.0"),
         ("--epochs 0,1", "epochs=0: the initial weights are the same"),
     ],

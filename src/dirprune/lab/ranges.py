@@ -34,6 +34,7 @@ BELOW_ONE = Range("a fraction in [0, 1), e.g. 0.9", lambda value: 0 <= value < 1
 UP_TO_ONE = Range("a number in (0, 1]", lambda value: 0 < value <= 1)
 BETWEEN = Range("a fraction between 0 and 1, e.g. 0.9", lambda value: 0 < value < 1)
 COUNT = Range("a whole number of at least 1", lambda value: value >= 1 and value == int(value))
+SEVERAL = Range("a whole number of at least 2", lambda value: value >= 2 and value == int(value))
 SEED = Range("a whole number from 0 to 2^63 − 1", lambda value: 0 <= value < 2**63 and value == int(value))
 
 

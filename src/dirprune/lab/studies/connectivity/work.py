@@ -26,7 +26,7 @@ from dirprune.connect import BezierCurve, FitRecord, Plane, fit_curve
 from dirprune.connect.landscape import Evaluator, Place, profile_points
 from dirprune.lab.data import EVALUATION_BATCH, Loaders
 from dirprune.lab.progress import Progress
-from dirprune.lab.ranges import POSITIVE
+from dirprune.lab.ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, SEVERAL, check
 from dirprune.lab.records import checkpoint, provenance
 from dirprune.lab.records.files import locked, write_json
 from dirprune.lab.records.tables import read_rows, write_rows
@@ -71,19 +71,8 @@ class Options:
     plane_examples: int | None = None
 
     def __post_init__(self) -> None:
-        checks = [
-            (self.epochs >= 1, "epochs", "fit for at least one epoch"),
-            (self.points >= 2, "points", "a profile needs at least its two endpoints"),
-            (self.grid >= 2, "grid", "give at least 2 points per side"),
-            (0 <= self.margin < math.inf, "margin", "give a number ≥ 0, e.g. 0.2"),
-            (POSITIVE.holds(self.lr), "lr", f"give {POSITIVE.words}, e.g. 0.1"),
-            (0 <= self.momentum < 1, "momentum", "give a number in [0, 1)"),
-            (self.batch_size is None or self.batch_size >= 1, "batch_size", "a batch needs at least one example"),
-            (self.plane_examples is None or self.plane_examples >= 1, "plane_examples", "give at least one, or none"),
-        ]
-        for good, name, remedy in checks:
-            if not good:
-                raise ValueError(f"{name}={getattr(self, name)!r} cannot be used; {remedy}")
+        check(vars(self), epochs=COUNT, points=SEVERAL, grid=SEVERAL, margin=NOT_NEGATIVE, lr=POSITIVE)
+        check(vars(self), momentum=BELOW_ONE, batch_size=COUNT, plane_examples=COUNT)
         Schedule(self.schedule)
 
 

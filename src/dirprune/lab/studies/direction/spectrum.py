@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -23,6 +22,7 @@ from dirprune.lab.data.imagefolder import ImageFolderLoader
 from dirprune.lab.data.loader import Loader
 from dirprune.lab.data.resident import ResidentLoader
 from dirprune.lab.progress import Progress
+from dirprune.lab.ranges import COUNT, NOT_NEGATIVE, BadValue, check
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.provenance import environment
 from dirprune.lab.records.tables import measuring
@@ -61,12 +61,9 @@ class Lanczos:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check(vars(self), examples=COUNT, tolerance=NOT_NEGATIVE)
         if self.precision not in PRECISIONS:
-            raise ValueError(f"precision={self.precision!r} is not known; take one of {', '.join(PRECISIONS)}")
-        if self.examples is not None and self.examples < 1:
-            raise ValueError(f"examples={self.examples}: give a positive number, or none for the whole training set")
-        if not 0 <= self.tolerance < math.inf:
-            raise ValueError(f"tolerance={self.tolerance}: give the largest residual to accept, e.g. 1e-3")
+            raise BadValue("precision", self.precision, f"take one of {', '.join(PRECISIONS)}")
 
 
 @dataclass(frozen=True)
