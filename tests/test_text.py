@@ -80,7 +80,7 @@ def test_text_that_is_missing_or_short_is_named(tmp_path: Path) -> None:
     (tmp_path / "bomb").unlink()
     (tmp_path / "book").write_bytes(b"short")
     with pytest.raises(ValueError, match="has 5 bytes, and a window needs 65"):
-        Text().load(batch_size=2, seed=0, device=torch.device("cpu"), root=tmp_path / "book")
+        Text().load(Batching(2, seed=0), device=torch.device("cpu"), root=tmp_path / "book")
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from dirprune.lab.data import Loaders, load
-from dirprune.lab.data.loader import STATISTICS
+from dirprune.lab.data.loader import STATISTICS, Batching
 from dirprune.lab.ranges import BELOW_ONE, NOT_NEGATIVE, BadValue, check
 from dirprune.lab.tasks.measure import ACCURACY, Measure
 
@@ -37,27 +37,15 @@ class Images:
         if self.statistics not in ("", *STATISTICS):
             raise BadValue("statistics", self.statistics, f"take one of {', '.join(STATISTICS)}, or none")
 
-    def load(
-        self,
-        *,
-        batch_size: int,
-        seed: int,
-        device: torch.device,
-        root: Path | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> Loaders:
+    def load(self, batching: Batching, *, device: torch.device, root: Path | None = None) -> Loaders:
         """Return the loaders of the data, in which each of several processes has its share of every batch."""
         return load(
             self.data,
-            batch_size=batch_size,
-            seed=seed,
+            **vars(batching),
             root=root,
             device=device,
             validation=self.validation,
             normalization=STATISTICS.get(self.statistics),
             augment=self.augment,
             size=self.size,
-            rank=rank,
-            world_size=world_size,
         )

@@ -34,19 +34,9 @@ class Text:
     def __post_init__(self) -> None:
         check(vars(self), context=COUNT, windows=COUNT, validation=BELOW_ONE)
 
-    def load(
-        self,
-        *,
-        batch_size: int,
-        seed: int,
-        device: torch.device,
-        root: Path | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> Loaders:
+    def load(self, batching: Batching, *, device: torch.device, root: Path | None = None) -> Loaders:
         """Return the loaders of the text, in which each of several processes has its share of every batch."""
-        batching = Batching(batch_size, seed, rank, world_size)
-        large = replace(batching, batch_size=max(batch_size, EVALUATION_BATCH // 4))
+        large = replace(batching, batch_size=max(batching.batch_size, EVALUATION_BATCH // 4))
         parts = read_parts(corpus(root), self.validation)
 
         def loader(part: str, examples: int, batching: Batching = large) -> WindowLoader:

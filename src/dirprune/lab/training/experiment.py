@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dirprune import SparsityReport, macs, sparsity
 from dirprune._support.modes import seeded
 from dirprune.lab import data, models
-from dirprune.lab.data.loader import Loader
+from dirprune.lab.data.loader import Batching, Loader
 from dirprune.lab.methods import Method
 from dirprune.lab.records import checkpoint
 from dirprune.lab.records.files import as_read
@@ -74,14 +74,8 @@ def load_data(
 ) -> data.Loaders:
     """Return the loaders of the recipe's data."""
     process = process or Process()
-    return recipe.task.load(
-        batch_size=recipe.batch_size,
-        seed=recipe.seed,
-        device=device,
-        root=root,
-        rank=process.rank,
-        world_size=process.world_size,
-    )
+    batching = Batching(recipe.batch_size, recipe.seed, process.rank, process.world_size)
+    return recipe.task.load(batching, device=device, root=root)
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module, device: torch.device, loaders: data.Loaders) -> Optimizer:
