@@ -100,26 +100,26 @@ def project(
     chosen = _choose_epochs([sgd, *grdas], epochs)
     settings, every = {"sgd": sgd.folder.name, "k": k}, product((sgd, *grdas), chosen)
     with measuring_runs(out, "projection.csv", settings, lanczos, device, every):
-        bench: Curvature | None = None
+        curvature: Curvature | None = None
         known = {row.epoch for row in read_rows(out / "eigenvalues.csv", EigenvalueRow)}
         for epoch in chosen:
             rows = (row for row in read_rows(out / "projection.csv", ProjectionRow) if row.epoch == epoch)
             measured = {row.run: row for row in rows if epoch in known or not row.eigenvectors}
             if missing := [run for run in grdas if run.folder.name not in measured]:
-                bench = bench or curvature_of(sgd.recipe, lanczos, device=device, root=root)
-                bench.load(weights_of(sgd, epoch)[1], str(sgd.folder))
-                new = yield from _measure_epoch(bench, missing, epoch, k, out)
+                curvature = curvature or curvature_of(sgd.recipe, lanczos, device=device, root=root)
+                curvature.load(weights_of(sgd, epoch)[1], str(sgd.folder))
+                new = yield from _measure_epoch(curvature, missing, epoch, k, out)
                 measured |= {row.run: row for row in new}
             shutil.rmtree(_products(out, epoch), ignore_errors=True)  # also removes those of an earlier session
             yield from (measured[run.folder.name] for run in grdas)
 
 
 def _measure_epoch(
-    bench: Curvature, runs: Sequence[Run], epoch: int, k: int, out: Path
+    curvature: Curvature, runs: Sequence[Run], epoch: int, k: int, out: Path
 ) -> Generator[Progress, None, list[ProjectionRow]]:
     """Yield progress; measure these runs at its weights, add the rows to the tables, and return them."""
-    pairs, goal = yield from bench.eigenpairs(k, _products(out, epoch), what=f"epoch {epoch}")
-    rows = [_measure(run, epoch, bench, pairs, goal) for run in runs]
+    pairs, goal = yield from curvature.eigenpairs(k, _products(out, epoch), what=f"epoch {epoch}")
+    rows = [_measure(run, epoch, curvature, pairs, goal) for run in runs]
     values = _eigenvalues(epoch, pairs)
     merge_rows(out / "eigenvalues.csv", EigenvalueRow, values, key=("epoch", "index"), in_order=True)
     merge_rows(out / "projection.csv", ProjectionRow, rows, key=("epoch", "run"), in_order=True)
@@ -186,10 +186,10 @@ def _choose_epochs(runs: Sequence[Run], wanted: Iterable[int] | None) -> list[in
     return chosen
 
 
-def _measure(run: Run, epoch: int, bench: Curvature, pairs: Eigenpairs, goal: float) -> ProjectionRow:
+def _measure(run: Run, epoch: int, curvature: Curvature, pairs: Eigenpairs, goal: float) -> ProjectionRow:
     positive = pairs.vectors[:, pairs.values > 0]
-    w_sgd = flatten(take(bench.model))
-    w_grda = flatten(parameters_of(bench.model, weights_of(run, epoch)[1])).to(w_sgd)
+    w_sgd = flatten(take(curvature.model))
+    w_grda = flatten(parameters_of(curvature.model, weights_of(run, epoch)[1])).to(w_sgd)
     delta = w_grda - w_sgd
     share, level = eigenspace_share(delta, positive)
     worst = float(pairs.residuals.max())
@@ -207,7 +207,7 @@ def _measure(run: Run, epoch: int, bench: Curvature, pairs: Eigenpairs, goal: fl
         products=pairs.iterations,
         residual=worst / float(pairs.values.abs().max()),
         converged=worst <= goal,
-        examples=bench.curved.examples,
+        examples=curvature.curved.examples,
     )
 
 

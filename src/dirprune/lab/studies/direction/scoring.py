@@ -127,10 +127,10 @@ def score(
     if epoch == 0 and given is None:
         raise ValueError(f"{run.folder} has only its initial weights; train it, or give --epoch 0 to prune those")
     settings = {"run": run.folder.name, "epoch": epoch, "samples": samples, "recalibrate": recalibrate}
-    bench = curvature_of(run.recipe, lanczos, device=device, root=root)
+    curvature = curvature_of(run.recipe, lanczos, device=device, root=root)
     with measuring_runs(out, "score.csv", settings, lanczos, device, [(run, epoch)]):
-        bench.load(state, str(run.folder))
-        yield from _prune_all(bench, state, out, ks, grid, samples, recalibrate)
+        curvature.load(state, str(run.folder))
+        yield from _prune_all(curvature, state, out, ks, grid, samples, recalibrate)
         shutil.rmtree(out / PRODUCTS, ignore_errors=True)
 
 
@@ -141,7 +141,7 @@ def measured(out: Path) -> list[ScoreRow]:
 
 
 def _prune_all(
-    bench: Curvature,
+    curvature: Curvature,
     state: Mapping[str, Any],
     out: Path,
     ks: Sequence[int],
@@ -151,21 +151,21 @@ def _prune_all(
 ) -> Iterator[Progress | ScoreRow]:
     """Prune the network by every method to every sparsity that is not in score.csv yet; yield all rows."""
     rows = {(row.method, row.k, row.wanted): row for row in read_rows(out / "score.csv", ScoreRow)}
-    *others, directional = METHODS if bench.hessian.size <= FITS else [m for m in METHODS if m != "brain-surgeon"]
+    *others, directional = METHODS if curvature.hessian.size <= FITS else [m for m in METHODS if m != "brain-surgeon"]
     methods = [*((other, 0) for other in others), *((directional, k) for k in ks)]
     missing = [each for each in methods if any((*each, wanted) not in rows for wanted in sparsities)]
-    w = flatten(take(bench.model))
-    vectors = yield from _eigenvectors(bench, w, max((k for _, k in missing), default=0), out)
+    w = flatten(take(curvature.model))
+    vectors = yield from _eigenvectors(curvature, w, max((k for _, k in missing), default=0), out)
     done = 0
     for method, k in methods:
         if (method, k) in missing:
-            prune = yield from _pruner(method, bench, w, vectors[:, :k], samples)
+            prune = yield from _pruner(method, curvature, w, vectors[:, :k], samples)
         for wanted in sparsities:
             if (method, k, wanted) not in rows:
                 lam, pruned = prune(wanted)
-                measured = _measure(bench, pruned, lam, recalibrate)
+                measured = _measure(curvature, pruned, lam, recalibrate)
                 rows[method, k, wanted] = ScoreRow(method, k, wanted, lam, *measured)
-                bench.load(state)
+                curvature.load(state)
                 write_rows(out / "score.csv", ScoreRow, rows.values())
             yield rows[method, k, wanted]
             done += 1
@@ -173,15 +173,15 @@ def _prune_all(
 
 
 def _pruner(
-    method: str, bench: Curvature, w: Tensor, vectors: Tensor, samples: int
+    method: str, curvature: Curvature, w: Tensor, vectors: Tensor, samples: int
 ) -> Generator[Progress, None, Pruner]:
     if method == "directional":
         return directional_pruner(w, directional_score(w, vectors))
     if method == "magnitude":
         return smallest_pruner(w, w.abs())
     if method == "brain-surgeon":
-        return surgeon_pruner(w, (yield from whole(bench.hessian)))
-    return smallest_pruner(w, (yield from _saliency(bench, w, samples)))
+        return surgeon_pruner(w, (yield from whole(curvature.hessian)))
+    return smallest_pruner(w, (yield from _saliency(curvature, w, samples)))
 
 
 def directional_pruner(w: Tensor, score: Tensor) -> Pruner:
@@ -223,11 +223,11 @@ def _check(ks: Sequence[int], sparsities: Sequence[float], samples: int) -> None
         raise ValueError(f"samples={samples}: the estimate of the diagonal needs at least one product")
 
 
-def _eigenvectors(bench: Curvature, w: Tensor, k: int, out: Path) -> Generator[Progress, None, Tensor]:
+def _eigenvectors(curvature: Curvature, w: Tensor, k: int, out: Path) -> Generator[Progress, None, Tensor]:
     """Yield progress; write the eigenvalues, and return the eigenvectors of positive eigenvalues."""
     if not k:
         return w.new_empty(len(w), 0)
-    pairs, goal = yield from bench.eigenpairs(k, out / PRODUCTS, what="eigenpairs")
+    pairs, goal = yield from curvature.eigenpairs(k, out / PRODUCTS, what="eigenpairs")
     shares = (inner(pairs.vectors.T, w.sign()) ** 2 / len(w)).tolist()
     found = zip(pairs.values.tolist(), pairs.residuals.tolist(), shares, strict=True)
     rows = [SpectrumRow(i, value, r, r <= goal, share) for i, (value, r, share) in enumerate(found, start=1)]
@@ -235,7 +235,7 @@ def _eigenvectors(bench: Curvature, w: Tensor, k: int, out: Path) -> Generator[P
     return pairs.vectors[:, pairs.values > 0]
 
 
-def _saliency(bench: Curvature, w: Tensor, samples: int) -> Generator[Progress, None, Tensor]:
+def _saliency(curvature: Curvature, w: Tensor, samples: int) -> Generator[Progress, None, Tensor]:
     """Yield progress; return the saliency of each weight in optimal brain damage, ½ |H_jj| w_j².
 
     At a minimum no H_jj is negative. The error of a negative estimate is at least its magnitude, so its magnitude is
@@ -244,21 +244,21 @@ def _saliency(bench: Curvature, w: Tensor, samples: int) -> Generator[Progress, 
     total = torch.zeros_like(w)
     for start in range(0, samples, DIAGONAL_BLOCK):
         count = min(DIAGONAL_BLOCK, samples - start)
-        total += count * hessian_diagonal(bench.hessian, samples=count, seed=bench.lanczos.seed + start)
+        total += count * hessian_diagonal(curvature.hessian, samples=count, seed=curvature.lanczos.seed + start)
         yield Progress("diagonal", start + count, samples, unit="products")
     return (total / samples).abs() * w.square() / 2
 
 
 def _measure(
-    bench: Curvature, pruned: Tensor, lam: float, recalibrate: bool
+    curvature: Curvature, pruned: Tensor, lam: float, recalibrate: bool
 ) -> tuple[float, float, float, float, float]:
     """Return the last five values of a `ScoreRow`; the pruned weights stay in the model."""
     sparsity = float((pruned == 0).double().mean())
     if math.isinf(lam):
         return sparsity, math.nan, math.nan, math.nan, math.nan
-    put(bench.model, unflatten(pruned, take(bench.model)))
+    put(curvature.model, unflatten(pruned, take(curvature.model)))
     with conv_precision(tf32=False):
         if recalibrate:
-            recalibrate_batchnorm(bench.model, bench.train)
-        train, test = evaluate(bench.model, bench.train), evaluate(bench.model, bench.test)
+            recalibrate_batchnorm(curvature.model, curvature.train)
+        train, test = evaluate(curvature.model, curvature.train), evaluate(curvature.model, curvature.test)
     return sparsity, train.loss, train.accuracy, test.loss, test.accuracy
