@@ -20,6 +20,7 @@ from test_train import Breaking, numbers
 from torch import nn
 
 from dirprune import sparsity
+from dirprune.lab import trust
 from dirprune.lab.data.loader import Loader
 from dirprune.lab.methods import MethodSpec
 from dirprune.lab.records import checkpoint
@@ -37,6 +38,7 @@ CPU = torch.device("cpu")
 # Four steps per epoch, the last one with a smaller batch.
 SHORT = recipes.get("digits").but(epochs=4, batch_size=400, c=0.05, seed=3)
 NOISY = replace(SHORT, model="test_train:noisy")  # a network with dropout and BatchNorm
+trust.allow(NOISY.model)
 # Each method acts more than once in the sixteen steps; AMC first at the end of the second epoch.
 METHODS: dict[str, dict[str, Any]] = {
     "magnitude": {"sparsity": 0.8, "allocation": "global", "every": 3},
