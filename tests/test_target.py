@@ -489,6 +489,7 @@ def test_with_four_options_set_it_is_st3(path: dict[str, Any]) -> None:
     ("kind", "options", "warns"),
     [
         (GRDA, {"lr": 0.01}, True),
+        (GRDA, {"lr": 0.01, "shape": "soft"}, True),
         (GRDA, {"lr": 0.01, "shape": "hard"}, False),
         (GRDA, {"lr": 0.5, "momentum": 0.9}, False),
         (AdamGRDA, {"lr": 1e-4}, True),
@@ -506,6 +507,25 @@ def test_a_run_too_short_for_a_soft_threshold_is_said_halfway(
         warnings.simplefilter("always")
         train(model, optimizer, range(60))
     assert [("halfway" in str(each.message), each.category) for each in said] == [(True, Outlook)] * warns
+    becomes = options.get("shape", "hard" if warns else "soft")
+    assert {group["shape"] for group in optimizer.param_groups} == {becomes}
+
+
+@pytest.mark.parametrize("at", [3, 23, 24, 30])
+def test_a_run_whose_threshold_becomes_hard_goes_on_as_it_was_saved(at: int) -> None:
+    """Halfway between the first zeros, after step 6, and all of them, after step 42, is the look before step 27."""
+    options = {"lr": 0.01, "target": 0.9, "steps": 60}
+    model, twin = network(), network(1)
+    whole, resumed = GRDA(groups(model), **options), GRDA(groups(twin), **options)
+    train(model, whole, range(at))
+    shapes = {group["shape"] for group in whole.param_groups}
+    resumed.load_state_dict(saved_and_loaded(whole.state_dict()))
+    twin.load_state_dict(model.state_dict())
+    train(model, whole, range(at, 60))
+    train(twin, resumed, range(at, 60))
+    assert shapes == {"hard" if at > 26 else "soft"}
+    assert {group["shape"] for group in resumed.param_groups} == {"hard"}
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_weights_that_others_write_are_adopted_through_the_rescaling() -> None:

@@ -48,7 +48,8 @@ class AdamGRDA(Thresholded):
         c, mu: without a target, how much to prune, and how fast the threshold grows. No c suits every network;
             `relative_threshold` says how strong it is.
         power: p, from 0 (from scratch) to 1 (Adam's own metric); 0.5 for fine-tuning.
-        shape: what the threshold leaves of a larger v: ``"soft"``, ``"garrote"`` or ``"hard"`` (for fine-tuning).
+        shape: what the threshold leaves of a larger v: ``"soft"``, ``"garrote"`` or ``"hard"`` (for fine-tuning);
+            ``"auto"`` is soft, or hard from halfway on, as in `GRDA`.
         foreach, fused: force or forbid a path; by default the fastest for the device (CUDA: fused, else foreach; CPU:
             one tensor at a time; there, ``fused=True`` takes torch's fused AdamW).
         capturable: keep ``lr``, step and threshold on the device, so that `step` can be captured in a CUDA graph.
@@ -87,14 +88,15 @@ class AdamGRDA(Thresholded):
         c: float | None = None,
         mu: float = 0.51,
         power: float = 0.0,
-        shape: str = "soft",
+        shape: str = "auto",
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
         skip_nonfinite: bool = False,
     ) -> None:
-        plan = planned(target, steps, c, of, prune_from=prune_from, prune_until=prune_until, fix_at=fix_at)
+        phases = {"prune_from": prune_from, "prune_until": prune_until, "fix_at": fix_at}
+        plan = planned(target, steps, c, of, adapts=shape == "auto", **phases)
         if plan is None and c is None:
             raise ValueError(
                 "AdamGRDA needs to know how much to prune: give target=… and steps=…, e.g. 0.9 and the number of "
@@ -108,7 +110,7 @@ class AdamGRDA(Thresholded):
             "c": c if plan is None else 1.0,
             "mu": mu,
             "power": power,
-            "shape": shape,
+            "shape": "soft" if shape == "auto" else shape,
             "plan": plan,
             "scale": 1.0,
             "cost": 1.0,

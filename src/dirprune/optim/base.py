@@ -45,7 +45,7 @@ class Thresholded(Optimizer):
         self._launchers: dict[tuple[int, torch.device], Any] = {}
         self._versions: list[list[int]] = []
         self._taken = 0
-        self._is_recording = False
+        self._is_recording = self.is_recorded = False
         self._guard = Guard()
         self._follower = Follower()
         super().__init__(params, defaults)
@@ -54,7 +54,7 @@ class Thresholded(Optimizer):
         super().__setstate__(state)
         self._versions = []
         self._taken = 0
-        self._is_recording = False
+        self._is_recording = self.is_recorded = False
         self._follower = Follower()
         self.__dict__.setdefault("_launchers", {})  # kept when a state is loaded: captured graphs read their tables
         self.__dict__.setdefault("_guard", Guard())
@@ -164,7 +164,7 @@ class Thresholded(Optimizer):
         reached = {} if spread else {"zeros": sum(int((p == 0).sum()) for p in pruned)}
         for group in state["param_groups"]:
             if group["plan"] is not None:
-                group["plan"] = {**group["plan"].to_dict(), **reached}
+                group["plan"] = {**group["plan"].to_dict(), **reached, **({"start": None} if spread else {})}
             if group["skip_nonfinite"] or skipped:
                 group["skipped"] = skipped
         return state
@@ -247,6 +247,7 @@ class Thresholded(Optimizer):
         Replays of the graph belong into `replaying`.
         """
         before, self._is_recording = self._is_recording, True
+        self.is_recorded = True
         try:
             for p, group, *_ in self._thresholded() if self._plan is not None else ():
                 state = self.begin(p, group)  # a graph has to know the zeros before they are fixed

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dirprune.optim.outlook import warn_of_stillness
+from dirprune.optim.outlook import moves_too_little, warn_of_stillness
 from dirprune.optim.selection import Member, Sample, smallest, summed
 from dirprune.optim.state import fix_zeros, local
 from dirprune.optim.target import Plan, TargetProgress
@@ -28,8 +28,9 @@ class Follower:
     def tell_of_stillness(self, *, wait: bool = True) -> None:
         """Warn once if soft thresholding will fail; without ``wait``, leave it for when the host waits anyway."""
         if wait and self._stillness is not None:
-            moved, self._stillness = float(self._stillness), None
-            warn_of_stillness(moved)
+            relative, self._stillness = float(self._stillness), None
+            if moves_too_little(relative):
+                warn_of_stillness(relative)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def raise_thresholds(self, plan: Plan, optimizer: Thresholded) -> None:
@@ -37,7 +38,7 @@ class Follower:
         if plan.step == 0:
             members = optimizer._members()
             plan.check(members)
-            self._sampled(members).start(members)
+            plan.start = self._sampled(members).values(members)
         if plan.looks:
             self._look(plan, optimizer)
         if plan.advance():
@@ -51,12 +52,25 @@ class Follower:
         """Aim at the threshold that the plan wants at the end of the steps that this look serves."""
         members = optimizer._members()
         sample = self._sampled(members)
-        if plan.is_halfway and any(g["shape"] == "soft" and not g.get("rescale") for g in optimizer.param_groups):
-            moved = sample.moved(members)
-            self._stillness = None if moved is None else moved / plan.threshold.to(moved)
-            self.tell_of_stillness(wait=members[0].v.is_cpu)
+        if plan.is_halfway:
+            self._adapt(plan, optimizer, sample.moved(members, plan.start))
         plan.place(optimizer.state[members[0].p]["threshold"].device)
         plan.aim(sample.threshold(members, plan.share(plan.step + plan.horizon)))
+
+    def _adapt(self, plan: Plan, optimizer: Thresholded, moved: Tensor | None) -> None:
+        """Look once whether weights have moved enough for a soft threshold, and if not, say so or take a hard one."""
+        plan.start = None
+        soft = [group for group in optimizer.param_groups if group["shape"] == "soft" and not group.get("rescale")]
+        if moved is None or not soft:
+            return
+        self._stillness = moved / plan.threshold.to(moved)
+        if plan.adapts and not optimizer.is_recorded:
+            relative, self._stillness = float(self._stillness), None
+            if moves_too_little(relative):
+                warn_of_stillness(relative, becomes_hard=True)
+                for group in soft:
+                    group["shape"] = "hard"
+        self.tell_of_stillness(wait=moved.is_cpu)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def fix_zeros(self, plan: Plan, optimizer: Thresholded) -> None:

@@ -62,7 +62,8 @@ class GRDA(Thresholded):
         ramp: how the zeros of a target come: ``"geometric"`` (the share that is left falls geometrically) or
             ``"cubic"`` (the share of zeros grows as 1 − (1 − u)³, u the part of the phase that has passed).
         shape: what the threshold leaves of a larger v: ``"soft"`` v ∓ τ as in the paper, ``"garrote"`` v − τ²/v, or
-            ``"hard"`` v itself. The zeros are the same; large weights are shrunk less.
+            ``"hard"`` v itself. The zeros are the same; large weights are shrunk less. ``"auto"`` is soft, unless the
+            weights of a run with a target have moved too little by halfway to its zeros: then it is hard from there.
         rescale: scale the thresholded weights of each output channel so that the mean of ``|w|`` is that of ``|v|``.
         decay: what weight decay acts on, the ``"weights"`` or the ``"accumulator"``.
         foreach, fused: force or forbid a path; by default the fastest for the device (CUDA: fused, else foreach; CPU:
@@ -101,7 +102,7 @@ class GRDA(Thresholded):
         prune_until: float = 0.7,
         fix_at: float | None = None,
         ramp: str = "geometric",
-        shape: str = "soft",
+        shape: str = "auto",
         rescale: bool = False,
         decay: str = "weights",
         foreach: bool | None = None,
@@ -115,7 +116,8 @@ class GRDA(Thresholded):
                 f"GRDA(params, {lr}, {given}) leaves open what {given} is; if it is the momentum, as in SGD, write "
                 f"GRDA(params, lr={lr}, momentum={given}); if it is the pruning strength, write c={given}"
             )
-        plan = planned(target, steps, c, of, prune_from=prune_from, prune_until=prune_until, fix_at=fix_at, ramp=ramp)
+        phases = {"prune_from": prune_from, "prune_until": prune_until, "fix_at": fix_at, "ramp": ramp}
+        plan = planned(target, steps, c, of, adapts=shape == "auto", **phases)
         defaults = {
             "lr": lr,
             "c": (5e-4 if c is None else c) if plan is None else 1.0,
@@ -124,7 +126,7 @@ class GRDA(Thresholded):
             "nesterov": nesterov,
             "weight_decay": weight_decay,
             "maximize": maximize,
-            "shape": shape,
+            "shape": "soft" if shape == "auto" else shape,
             "rescale": rescale,
             "decay": decay,
             "plan": plan,

@@ -30,15 +30,21 @@ by less than .2 τ (32 runs), soft thresholding ended at 8 to 70% accuracy and a
 average; by .3 τ or more (22 runs), at 82 to 96% and 3 points higher."""
 
 
-def warn_of_stillness(moved: float) -> None:
-    """Warn if accumulators have moved by a small part of the threshold, halfway to the zeros of a target."""
-    if moved < MOVED:
-        warnings.warn(
-            f"halfway to the target, weights have moved by {moved:.2f} of the threshold: too little to make up for "
-            'what a soft threshold takes off those that are left; take shape="hard", a larger lr or more steps',
-            Outlook,
-            stacklevel=5,
-        )
+def moves_too_little(moved: float) -> bool:
+    """Whether weights have moved by too small a part of the threshold, halfway to the zeros of a target."""
+    return moved < MOVED
+
+
+def warn_of_stillness(moved: float, *, becomes_hard: bool = False) -> None:
+    """Warn that they have."""
+    warnings.warn(
+        f"halfway to the target, weights have moved by {moved:.2f} of the threshold: too little to make up for "
+        "what a soft threshold takes off those that are left; "
+        + ("it is hard from here on, and " if becomes_hard else "")
+        + 'better take shape="hard" from the start, a larger lr or more steps',
+        Outlook,
+        stacklevel=6,
+    )
 
 
 @torch.no_grad()

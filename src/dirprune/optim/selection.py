@@ -54,21 +54,22 @@ class Sample:
             draws = round(SAMPLE * m.v.numel() * m.cost / total)
             chosen = torch.randint(max(1, m.v.numel()), (draws,), generator=generator, device="cpu")
             self._chosen.append(None if takes_all else chosen.to(m.v.device))
-        self._start: list[Tensor] = []
 
-    def start(self, members: Sequence[Member]) -> None:
-        """Remember where the weights are before the first step."""
-        self._start = [values.clone() for values in self._values(members)]
+    def values(self, members: Sequence[Member]) -> Tensor:
+        """Return v / scale of the weights, of one member after the other."""
+        return torch.cat([values.to(members[0].v.device) for values in self._values(members)])
 
-    def moved(self, members: Sequence[Member]) -> Tensor | None:
-        """Return by how much they have moved since then (root mean square), or None if that is not known."""
-        if not self._start:
+    def moved(self, members: Sequence[Member], start: Tensor | None) -> Tensor | None:
+        """Return by how much they have moved from ``start`` (root mean square), or None if that is not known."""
+        now = self._values(members)
+        if start is None or start.numel() != sum(values.numel() for values in now):
             return None
-        squares = [
-            (now - then).square().sum(dtype=torch.float64).to(members[0].v.device)
-            for now, then in zip(self._values(members), self._start, strict=True)
-        ]
-        return (torch.stack(squares).sum() / max(1, sum(then.numel() for then in self._start))).sqrt()
+        total = torch.zeros(2, dtype=torch.float64, device=members[0].v.device)
+        for m, values, then in zip(members, now, torch.split(start, [values.numel() for values in now]), strict=True):
+            square = (values - then.to(values)).square().sum(dtype=torch.float64)
+            counted = torch.stack([square, torch.full_like(square, values.numel())])
+            total += summed(counted, m.shards).to(total.device)
+        return (total[0] / total[1].clamp(min=1)).sqrt()
 
     def _values(self, members: Sequence[Member]) -> list[Tensor]:
         """Return v / scale of the chosen weights of each member."""

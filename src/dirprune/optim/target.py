@@ -43,11 +43,15 @@ class Plan:
     prune_until: float = 0.7
     ramp: str = "geometric"
     fix_at: float | None = None
+    adapts: bool = False
+    """Whether a soft threshold becomes hard halfway, if the weights have moved too little for it."""
     step: int = 0
     threshold: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64, device="cpu"))
     """τ, of weights whose scale is 1."""
     growth: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64, device="cpu"))
     """What each step adds to it until the next look at the weights."""
+    start: Tensor | None = None
+    """Where a sample of the weights was before the first step, until it has told how far they have moved."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.target, (int, float)) and 0 < self.target < 1):
@@ -180,6 +184,12 @@ class Plan:
             if (isinstance(value, Tensor) and value.dim()) or not 0 <= number(value) < math.inf:
                 raise ValueError(f"the plan of state_dict has {name}={value!r}; give a finite number ≥ 0")
             setattr(plan, name, torch.as_tensor(value, dtype=torch.float64).detach().clone())
+        if not isinstance(plan.adapts, bool):
+            raise ValueError(f"the plan of state_dict has adapts={plan.adapts!r}; give True or False")
+        if plan.start is not None:
+            if not isinstance(plan.start, Tensor) or plan.start.dim() != 1 or not plan.start.is_floating_point():
+                raise ValueError("the plan of state_dict has a start that is no list of weights; give None")
+            plan.start = plan.start.detach().clone()
         if not isinstance(plan.step, int) or plan.step < 0:
             raise ValueError(f"the plan of state_dict has step={plan.step!r}; give a number of steps")
         return plan

@@ -40,6 +40,7 @@ class OptimizerName(str, Enum):
 
 
 class ThresholdShape(str, Enum):
+    auto = "auto"
     soft = "soft"
     garrote = "garrote"
     hard = "hard"
@@ -82,7 +83,7 @@ def train(
         ThresholdShape | None,
         typer.Option(
             help="What a threshold with a target leaves of larger weights.",
-            show_default="soft; hard with adamgrda and --from",
+            show_default="auto; hard with adamgrda and --from",
         ),
     ] = None,
     power: Annotated[

@@ -198,7 +198,7 @@ class TargetGrda(Sgd):
 
     sparsity: float = 0.9
     of: str = "weights"
-    shape: str = "soft"
+    shape: str = "auto"
     prune_from: float = 0.1
     prune_until: float = 0.7
     fix_at: float | None = None
@@ -240,6 +240,7 @@ class St3(TargetGrda):
     label: ClassVar[str] = "ST-3"
     title: ClassVar[str] = "ST-3"
 
+    shape: str = "soft"
     prune_from: float = 0.05
     prune_until: float = 0.5
     fix_at: float | None = 1.0
@@ -317,7 +318,7 @@ class TargetAdamGrda(Adamw):
     sparsity: float = 0.9
     of: str = "weights"
     power: float = 0.0
-    shape: str = "soft"
+    shape: str = "auto"
     prune_until: float = 0.25
     fix_at: float = 0.8
     exempt: tuple[str, ...] = ("bias", "norm")
