@@ -11,7 +11,7 @@ import pytest
 from dirprune import sparsity
 from dirprune.lab import models
 from dirprune.lab.studies.comparison.published import frontier, layerwise, tradeoff_curves
-from dirprune.lab.studies.comparison.tradeoff import layer_bars
+from dirprune.lab.studies.comparison.rows import layer_bars
 
 # Sparsity and test accuracy as the table beside Figure 7 prints them, by schedule and increasing sparsity.
 DROP_AT_140 = [

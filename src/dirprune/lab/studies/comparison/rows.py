@@ -14,11 +14,12 @@ from pathlib import Path
 
 from dirprune import SparsityReport
 from dirprune.lab.methods import METHODS, Narrow
+from dirprune.lab.models.weights import kind_of
 from dirprune.lab.records.columns import Amount, Count, Fraction, Percent
 from dirprune.lab.records.files import as_read
 from dirprune.lab.records.tables import read_rows
 from dirprune.lab.studies.comparison.ranking import Point, Reached
-from dirprune.lab.studies.comparison.tradeoff import WEIGHTS, LayerBar, layer_bars
+from dirprune.lab.studies.comparison.tradeoff import SHORTCUT, STEM, WEIGHTS, LayerBar
 from dirprune.lab.studies.comparison.trials import CONTESTANTS, comparable, enter, known_as, setting
 from dirprune.lab.studies.comparison.tuning import OPTIONS, TABLE
 from dirprune.lab.tasks import Images, Measure, Text
@@ -239,6 +240,25 @@ def read(out: Path) -> list[Ended]:
         return order.get(each.row.method, len(order)), each.row.method, value, each.row.seed
 
     return sorted(found, key=place)
+
+
+def layer_bars(method: str, report: SparsityReport) -> list[LayerBar]:
+    """Return the weights of a network's sparsity report with their kinds, to be drawn; no tables, which cost 0.
+
+    >>> import torch
+    >>> from dirprune import sparsity
+    >>> layer_bars("gRDA", sparsity(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 4, 1))))[1]
+    LayerBar(method='gRDA', layer='1', kind='conv 1×1', sparsity=0.0)
+    """
+    bars: list[LayerBar] = []
+    for layer in (layer for layer in report.layers if layer.is_weight and layer.cost != 0):
+        kind = kind_of(layer)
+        if kind != "linear" and not bars:
+            kind = STEM
+        elif "downsample" in layer.name or "shortcut" in layer.name:
+            kind = SHORTCUT
+        bars.append(LayerBar(method, layer.name.removesuffix(".weight"), kind, layer.fraction))
+    return bars
 
 
 def noted(out: Path) -> list[Ended]:

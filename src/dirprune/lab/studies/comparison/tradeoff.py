@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dirprune import SparsityReport
-from dirprune.lab.models.weights import kind_of
-
 STEM, SHORTCUT = "stem conv", "shortcut"
 """The kinds of layers that do not follow from the shape; the others are "conv 3×3", "conv 1×1", …, "linear"."""
 
@@ -111,22 +108,3 @@ class LayerBar:
     def __post_init__(self) -> None:
         if not 0 <= self.sparsity <= 1:
             raise ValueError(f"sparsity={self.sparsity} of {self.layer!r} is not a fraction; give 0.9 for 90 %")
-
-
-def layer_bars(method: str, report: SparsityReport) -> list[LayerBar]:
-    """Return the weights of a network's sparsity report with their kinds, to be drawn; no tables, which cost 0.
-
-    >>> import torch
-    >>> from dirprune import sparsity
-    >>> layer_bars("gRDA", sparsity(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 4, 1))))[1]
-    LayerBar(method='gRDA', layer='1', kind='conv 1×1', sparsity=0.0)
-    """
-    bars: list[LayerBar] = []
-    for layer in (layer for layer in report.layers if layer.is_weight and layer.cost != 0):
-        kind = kind_of(layer)
-        if kind != "linear" and not bars:
-            kind = STEM
-        elif "downsample" in layer.name or "shortcut" in layer.name:
-            kind = SHORTCUT
-        bars.append(LayerBar(method, layer.name.removesuffix(".weight"), kind, layer.fraction))
-    return bars
