@@ -18,7 +18,8 @@ from torch import nn
 from dirprune import sparsity
 from dirprune.lab.plots import method_of, save
 from dirprune.lab.studies.comparison.figures import layerwise, tradeoff
-from dirprune.lab.studies.comparison.tradeoff import Curve, LayerBar, layer_bars
+from dirprune.lab.studies.comparison.rows import layer_bars
+from dirprune.lab.studies.comparison.tradeoff import Curve, LayerBar
 from dirprune.lab.studies.comparison.trials import usual
 from dirprune.lab.training import recipes
 
