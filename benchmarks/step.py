@@ -8,7 +8,16 @@ and AdamGRDA, and what a step costs after something else has written to every pa
 
 What is left on a CPU: GRDA passes over memory twice (v ← v − γg, w ← T(v)), SGD once, so that 20 bytes against 12 are
 the least for large tensors. For small ones the calls are the cost: SGD makes one for each tensor, or one for all; GRDA
-one for all and one for each, and counts steps and thresholds of every tensor on the host.
+one for all and one for each, and counts steps and thresholds of every tensor on the host. Of 10.4 µs for one of 1,000
+small tensors, with one thread, torch's softshrink takes 2.3 and its call 1.0, the update 1.6, counting 1.0, and Python
+the rest, in which it collects state and checks shapes; SGD takes 3.4 in all. Joining small tensors costs more (2.2 to
+join, 4.3 to copy back) than it saves.
+
+After an outside write, the accumulators are set in four passes over pieces that stay in the cache (NaN to 0, add the
+weights times a large number, clip, add the weights), and read and written in memory once more than in a plain step: 12
+bytes beside 20. With one thread the whole takes 2.2 to 2.3 plain steps; with pieces four times smaller 2.6, four times
+larger 2.5, and without the pass against NaN the same. Only a step that treats each piece right after its adoption would
+save more.
 
 The cost of a new tensor on a CPU depends on malloc. In a program as small as this one, glibc soon reuses freed memory.
 With `MALLOC_MMAP_THRESHOLD_=131072 python benchmarks/step.py` it gets the memory of every large tensor from the system,

@@ -66,12 +66,14 @@ def test_a_worker_that_does_not_share_the_folder_sends_its_results(
     assert plan.over
 
 
-def test_a_worker_that_does_not_see_what_was_begun_refuses(tmp_path: Path) -> None:
+def test_a_worker_that_does_not_see_what_was_begun_or_will_be_read_refuses(tmp_path: Path) -> None:
     plan = Planned(tmp_path / "run", QUICK)
-    (failed,) = cluster._in_task(plan, home(tmp_path), tmp_path / "marker", True, False)
-    assert isinstance(failed, Failed)
-    assert f"does not share {tmp_path}, where this run was begun" in str(failed)
-    assert not plan.folder.exists()
+    read = replace(plan, weights=True)
+    for job, begun, why in ((plan, True, "where this run was begun"), (read, False, "from where its network is read")):
+        (failed,) = cluster._in_task(job, home(tmp_path), tmp_path / "marker", begun, False)
+        assert isinstance(failed, Failed)
+        assert f"does not share {tmp_path}, {why}" in str(failed)
+        assert not plan.folder.exists()
 
 
 def test_a_worker_with_another_version_refuses(tmp_path: Path) -> None:

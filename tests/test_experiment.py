@@ -652,17 +652,23 @@ PARTLY: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", PARTLY)
-def test_a_checkpoint_that_cannot_be_continued_from_is_named_with_the_remedy(
+def test_a_checkpoint_that_cannot_be_continued_from_costs_an_epoch_and_the_only_one_is_kept(
     name: str, two_epochs: Path, tmp_path: Path
 ) -> None:
     spoil, said = PARTLY[name]
     run = runs.load(shutil.copytree(two_epochs, tmp_path / "run"))
     path = checkpoint.path_of(run.checkpoints, 2)
     checkpoint.save(run.checkpoints, 2, spoil(checkpoint.load(path)))
-    with pytest.raises(CorruptCheckpoint, match=rf"epoch-0002.pt cannot be continued from: {said}.*; remove it"):
+    with pytest.warns(
+        CheckpointWarning, match=rf"epoch-0002.pt cannot be continued from: {said}.*; going back to epoch 1"
+    ):
+        assert [record.epoch for record in conduct(run, Surroundings(CPU, stopping=after(1)))] == [2]
+    path = checkpoint.path_of(run.checkpoints, 1)
+    checkpoint.save(run.checkpoints, 1, spoil(checkpoint.load(path)))
+    checkpoint.path_of(run.checkpoints, 2).unlink()
+    with pytest.raises(CorruptCheckpoint, match=rf"epoch-0001.pt cannot be continued from: {said}.*; restore it"):
         next(conduct(run, Surroundings(CPU)))
-    path.unlink()
-    assert next(conduct(run, Surroundings(CPU))).epoch == 2
+    assert len(run.records()) == 2
 
 
 def test_a_configuration_that_does_not_say_how_it_prunes_is_not_continued(tmp_path: Path) -> None:

@@ -31,9 +31,10 @@ from dirprune.lab.studies.reproduction import cells as reproduce
 from dirprune.lab.studies.reproduction import figures as reproduction_plots
 from dirprune.lab.studies.reproduction import ledger
 from dirprune.lab.studies.reproduction import page as reproduction_page
-from dirprune.lab.training import at_once, recipes, runs, series
+from dirprune.lab.training import recipes, runs, series
 from dirprune.lab.training.loop import EpochRecord
 from dirprune.lab.training.recipe import Recipe
+from dirprune.lab.training.surroundings import Surroundings
 
 VGG = recipes.get("vgg16-cifar10")
 WRN = recipes.get("wrn28x10-cifar100")
@@ -696,16 +697,16 @@ def test_what_is_missing_is_trained_and_in_the_ledger(tmp_path: Path, command: l
 def test_training_that_is_stopped_is_in_the_ledger_and_goes_on(
     tmp_path: Path, command: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = series.series
+    plain = series.Planned.steps
 
-    def interrupted(*arguments: Any, **options: Any) -> Iterator[series.RunStep]:
-        for step in plain(*arguments, **options):
-            if (step.number, step.epoch) == (2, 1):
+    def interrupted(plan: series.Planned, here: Surroundings) -> Iterator[series.RunStep]:
+        for step in plain(plan, here):
+            if (plan.recipe, step.epoch) == (TWO[1].but(keep=(1,)), 1):
                 signal.raise_signal(signal.SIGINT)
             yield step
 
     with monkeypatch.context() as patch:
-        patch.setattr(at_once, "series", interrupted)
+        patch.setattr(series.Planned, "steps", interrupted)
         stopped = call(*command, "--keep", "1")
     assert stopped.exit_code == 130
     assert "Stopped; 1 of 2 runs are complete. Run the same command to continue." in stopped.stderr
@@ -742,12 +743,14 @@ def test_without_data_nothing_is_left_behind(
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_folder_of_another_run_is_refused(tmp_path: Path, command: list[Any]) -> None:
+@pytest.mark.filterwarnings("always:.*The others go on")
+def test_a_folder_of_another_run_is_refused_and_the_next_run_trained(tmp_path: Path, command: list[Any]) -> None:
     runs.create(tmp_path / "runs" / runs.default_name(TWO[0]), TWO[0].but(lr=0.5))
     result = call(*command)
     assert result.exit_code == 1
-    assert "holds a run with lr=0.5, not 0.1; give another folder" in result.stderr
-    assert ledger.read(tmp_path / "results") == []
+    assert "holds a run with lr=0.5, not 0.1; give another folder. The others go on." in result.stderr
+    assert "dirprune: 1 of 2 failed; the same command tries them again" in result.stderr
+    assert names_and_epochs(tmp_path / "results") == [("digits-short/grda-c0.02-mu0.7/seed1", 3)]
 
 
 def test_with_nothing_missing_there_is_nothing_to_train(

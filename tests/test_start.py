@@ -95,7 +95,7 @@ class Hostile:
     ("write", "words"),
     [
         (lambda path: None, "does not exist; name a run"),
-        (lambda path: path.write_bytes(b"abc"), "cannot be read"),
+        (lambda path: path.write_bytes(b"abc"), "is no file of torch.save"),
         (lambda path: torch.save([1], path), "it holds a list"),
         (
             lambda path: torch.save({"weights": Hostile()}, path),

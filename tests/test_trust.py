@@ -14,6 +14,8 @@ from test_cli import call
 
 from dirprune.lab import trust
 from dirprune.lab.records import checkpoint
+from dirprune.lab.records.files import LeadsElsewhere, write_text
+from dirprune.lab.studies.comparison.work import compare
 from dirprune.lab.training import recipes, runs
 from dirprune.lab.training.experiment import conduct
 from dirprune.lab.training.surroundings import Surroundings
@@ -124,3 +126,39 @@ def test_a_network_that_exits_is_an_error(hostile: Path) -> None:
     result = call("resume", hostile / "grda", "--trust")
     assert result.exit_code == 1
     assert "model='sys:exit' raised SystemExit" in result.stderr
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "checkpoints", "figures"])
+def test_a_run_with_a_link_is_not_written(name: str, trained: Path, tmp_path: Path) -> None:
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    shutil.copytree(trained / "grda", run)
+    (run / "outcome.json").unlink()
+    if (run / name).exists():
+        (run / name).rename(kept)
+    else:
+        kept.mkdir()
+    (run / name).symlink_to(kept)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    result = call("report" if name == "figures" else "resume", run)
+    assert result.exit_code == 1
+    assert f"{run / name} is a link, and what is written to its folder could land elsewhere" in result.stderr
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_comparison_with_a_link_is_not_continued(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path)
+    with pytest.raises(LeadsElsewhere, match="runs is a link"):
+        next(compare([RECIPE], tmp_path, Surroundings(torch.device("cpu"))))
+
+
+def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    kept, folder = tmp_path / "kept", tmp_path / "folder"
+    kept.write_text("kept")
+    folder.mkdir()
+    for temporary in ("a.tmp.txt", "epoch-0001.pt.tmp", "epoch-0001.pt.sha256.tmp"):
+        (folder / temporary).symlink_to(kept)
+    write_text(folder / "a.txt", "new")
+    checkpoint.save(folder, 1, {"new": 1})
+    assert kept.read_text() == "kept"
+    assert (folder / "a.txt").read_text() == "new"
+    assert checkpoint.load(folder / "epoch-0001.pt") == {"new": 1}

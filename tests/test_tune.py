@@ -20,9 +20,8 @@ from dirprune.lab import data
 from dirprune.lab.studies.tune import target as search_
 from dirprune.lab.studies.tune.paired import loss
 from dirprune.lab.studies.tune.target import Search, TriedTarget, answers, best, loss_at, remarks
-from dirprune.lab.training import recipes, runs
+from dirprune.lab.training import at_once, recipes, runs
 from dirprune.lab.training.experiment import load_data
-from dirprune.lab.training.series import series
 from dirprune.lab.training.surroundings import Surroundings
 
 CPU = torch.device("cpu")
@@ -131,7 +130,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Search:
     with pytest.MonkeyPatch.context() as patch:
         for module in (data, __import__("dirprune.lab.tasks.images", fromlist=["load"])):
             patch.setattr(module, "load", lambda *a, **options: replace(load(*a, **options), test=Untouchable()))
-        list(series([*search.planned(None), *search.planned(0.929)], Surroundings(CPU)))
+        list(at_once.trained([*search.planned(None), *search.planned(0.929)], Surroundings(CPU)))
     return search
 
 

@@ -130,7 +130,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif kind in _CONVOLUTIONS:
             a, b, transposed = args[0], args[1], args[6]
             positions = a if transposed else result  # (examples, channels, …)
-            total = positions.numel() // positions.shape[1] * b.numel()
+            total = positions.numel() // max(1, positions.shape[1]) * b.numel()
         elif kind is _aten._trilinear:  # of nn.Bilinear
             a, b = args[:2]
             total = len(result) * b.numel()

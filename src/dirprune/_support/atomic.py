@@ -27,6 +27,7 @@ def replacing(path: Path) -> Iterator[Path]:
     unfinished = temporary(path)
     try:
         with named(path):
+            unfinished.unlink(missing_ok=True)  # a link of that name would lead the writing elsewhere
             yield unfinished
             unfinished.replace(path)
     finally:

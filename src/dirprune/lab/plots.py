@@ -79,6 +79,7 @@ STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.4,
     "legend.frameon": False,
     "savefig.dpi": 200,
+    "text.usetex": False,  # which a matplotlibrc in the current folder could turn on: TeX executes what labels say
 }
 styled = matplotlib.rc_context(STYLE)
 """Decorator for functions that draw. `save` needs it too, because matplotlib creates the ticks only then."""

@@ -24,7 +24,7 @@ from dirprune.optim.paths import check_parameters, fused_obstacle, scalar_device
 from dirprune.optim.selection import Member
 from dirprune.optim.state import Loading, check_form, first_state, local, widen
 from dirprune.optim.target import Plan, TargetProgress
-from dirprune.optim.threshold import are_numbers
+from dirprune.optim.threshold import are_numbers, readable
 
 # Read from every tensor at every step, with `map`: a Python loop would take longer than the update on the device.
 _VERSION = attrgetter("_version")
@@ -348,7 +348,7 @@ class Thresholded(Optimizer):
                     v, threshold = local(state["accumulator"]), state["threshold"]
                     tau = threshold.to(v) * scales[p] if p in scales else threshold
                     if tau is threshold and are_numbers([tau]):
-                        tau = tau.item()
+                        (tau,) = readable([tau])
                     written.append(Written(local(p), v, tau, group["shape"], group.get("rescale", False)))
         adopt_weights(written)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from numbers import Real
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dirprune._support.rates import number
-from dirprune.optim.threshold import SHAPES
+from dirprune.optim.threshold import LARGEST, SHAPES
 
 MACHINE = ("foreach", "fused", "capturable", "skip_nonfinite")
 """Options that say how a step is executed on this machine."""
@@ -32,7 +31,6 @@ _NUMBERS = {
 """Options that are numbers, each with an example value."""
 _ROUNDING = 1e-12
 """How far below 0 rounding may leave a scheduler that ends at 0; a state saved with such a rate must load."""
-_LOG_LARGEST = math.log(sys.float_info.max)
 
 
 def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
@@ -54,9 +52,9 @@ def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
     lr = number(lr) if wait or not isinstance(lr, Tensor) or _is_on_host(lr) else 0.0
     c, mu, weight_decay = (options[name] for name in ("c", "mu", "weight_decay"))
     momentum = options.get("momentum", 0.0)
-    if not lr >= -_ROUNDING or math.isinf(lr):
+    if not -_ROUNDING <= lr <= LARGEST:
         raise ValueError(f"lr={lr} is not a learning rate; give a finite number ≥ 0, e.g. lr=0.1")
-    if not c >= 0 or math.isinf(c):
+    if not 0 <= c <= LARGEST:
         raise ValueError(f"c={c} is not a pruning strength; give a finite number ≥ 0, e.g. c=5e-4 (c=0 prunes nothing)")
     if not 0 < mu <= 1:
         raise ValueError(
@@ -67,15 +65,15 @@ def check_options(options: dict[str, Any], *, wait: bool = True) -> None:
         raise ValueError(f"momentum={momentum} is out of range; give a number in [0, 1), e.g. momentum=0.9")
     if options.get("nesterov") and momentum == 0:
         raise ValueError("nesterov=True needs momentum, and momentum=0; give e.g. momentum=0.9, or nesterov=False")
-    if not weight_decay >= 0 or math.isinf(weight_decay):
+    if not 0 <= weight_decay <= LARGEST:
         raise ValueError(
             f"weight_decay={weight_decay} is not a decay; give a finite number ≥ 0, e.g. weight_decay=5e-4"
         )
     if "betas" in options:
         _check_adam(options)
     # At μ ≤ 1 the first step's growth, at a rate that stays, is the largest.
-    if lr > 0 and math.log(max(c, 1.0)) + (mu + 0.5) * math.log(lr / (1 - momentum)) > _LOG_LARGEST:
-        raise ValueError(f"lr={lr} and c={c} give a threshold beyond the range of float64; give smaller ones")
+    if lr > 0 and math.log(max(c, 1.0)) + (mu + 0.5) * math.log(lr / (1 - momentum)) > math.log(LARGEST):
+        raise ValueError(f"lr={lr} and c={c} give a threshold beyond the range of float32; give smaller ones")
     for name in ("scale", "cost"):
         if not (isinstance(options[name], Real) and 0 < number(options[name]) < math.inf):
             raise ValueError(f"{name}={options[name]!r} of a group is out of range; give a finite number > 0, e.g. 1.0")
@@ -100,7 +98,7 @@ def _check_adam(options: dict[str, Any]) -> None:
     beta1, beta2 = options["betas"] = (float(betas[0]), float(betas[1]))
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise ValueError(f"betas={betas!r} are out of range; give numbers in [0, 1), e.g. betas=(0.9, 0.999)")
-    if not options["eps"] >= 0 or math.isinf(options["eps"]):
+    if not 0 <= options["eps"] <= LARGEST:
         raise ValueError(f"eps={options['eps']} cannot be used; give a finite number ≥ 0, e.g. eps=1e-8")
     if not 0 <= options["power"] <= 1:
         raise ValueError(

@@ -13,6 +13,8 @@ from torch.nn.functional import softshrink
 CHUNK = 65536
 """Elements that are worked on at a time where a step needs temporaries: they stay in the cache."""
 SHAPES = ("soft", "garrote", "hard")
+LARGEST = torch.finfo(torch.float32).max
+"""The largest number that options and thresholds may be."""
 ZERO = torch.zeros((), device="cpu")
 """Adding this tensor takes a third of the time of adding 0.0, and for small tensors the call is the whole cost."""
 
@@ -64,6 +66,11 @@ def are_numbers(scalars: Sequence[Tensor]) -> bool:
     return not torch.compiler.is_compiling() and scalars[0].is_cpu and type(scalars[0]) is Tensor
 
 
+def readable(thresholds: Sequence[Tensor]) -> list[float]:
+    """Return thresholds as numbers that torch takes for any precision."""
+    return [min(tau.item(), LARGEST) for tau in thresholds]
+
+
 def shrink(v: Tensor, tau: float | Tensor, shape: str = "soft", *, rescale: bool = False, out: Tensor) -> None:
     """Write what a threshold leaves of v to ``out``: +0.0 within ±τ, else by shape; NaN stays NaN.
 
@@ -105,11 +112,11 @@ def shrink_all(params: list[Tensor], vs: list[Tensor], taus: list[float], shape:
 
 def shrink_alike(params: list[Tensor], vs: list[Tensor], thresholds: list[Tensor], shape: str, together: bool) -> None:
     """Write what a threshold for each tensor leaves of the accumulators; ``together`` in a few launches for all."""
-    taus = [tau.item() for tau in thresholds] if are_numbers(thresholds) else None
-    if together and taus is not None:
+    taus: list[Any] = readable(thresholds) if are_numbers(thresholds) else thresholds
+    if together and taus is not thresholds:
         shrink_all(params, vs, taus, shape)
         return
-    for p, v, tau in zip(params, vs, taus or thresholds, strict=True):
+    for p, v, tau in zip(params, vs, taus, strict=True):
         shrink(v, tau, shape, out=p)
 
 

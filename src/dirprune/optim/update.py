@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dirprune.optim.options import MATHEMATICS
-from dirprune.optim.threshold import are_numbers, grow_thresholds, shrink, shrink_all
+from dirprune.optim.threshold import are_numbers, grow_thresholds, readable, shrink, shrink_all
 
 SMALL = 65536
 """Elements below which tensors are stepped together on a CPU."""
@@ -91,7 +91,7 @@ def take_step(tensors: Tensors, rule: Rule, *, foreach: bool = False, capturable
         return
     rule = rule._replace(lr=float(rule.lr))
     grow_thresholds(steps, thresholds, rule.lr, rule.c, rule.mu, rule.momentum)
-    taus = [threshold.item() for threshold in thresholds]
+    taus = readable(thresholds)
     if foreach:
         _step_together(tensors, taus, rule, launches=True)
         return

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import math
 import os
 import pickle
 import re
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -24,6 +25,10 @@ State = dict[str, Any]
 """Tensors, numbers, strings, and dicts and lists of them: what ``torch.load(weights_only=True)`` accepts."""
 Fault = Callable[[Any], str]
 """Says what is wrong with the content of a file for its reader, as "holds a list"; "" if nothing is."""
+
+
+class Unreadable(ValueError):
+    """A file is none that torch saved, or holds what could execute; the message says what, without the file's name."""
 
 
 class CorruptCheckpoint(RuntimeError):
@@ -110,22 +115,32 @@ def load(path: Path, *, fault: Fault = _no_fault, map_location: str | torch.devi
 def _read(path: Path, fault: Fault, map_location: str | torch.device) -> State:
     data = _verified(path)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about what is no file of ours, which the error says
-            state: State = torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except pickle.UnpicklingError as error:
-        # torch's own message advises loading without the protection, so it is left to the traceback.
-        raise CorruptCheckpoint(
-            f"{path} holds more than tensors and plain values, none of which was executed"
-        ) from error
-    except Exception as error:  # torch raises many types for what is no file of its own
-        what = str(error).partition("\n")[0]
-        raise CorruptCheckpoint(f"{path} is no checkpoint: {type(error).__name__}: {what}") from error
+        state: State = content(io.BytesIO(data), map_location)
+    except Unreadable as error:
+        raise CorruptCheckpoint(f"{path} {error}") from error
     if found := fault(state):
         raise CorruptCheckpoint(f"{path} {found}")
     return state
+
+
+def content(file: BinaryIO | Path, map_location: str | torch.device = "cpu") -> Any:
+    """Return what torch saved in a file; nothing in it is executed.
+
+    Raises:
+        Unreadable: it holds more than tensors and plain values, or is no file of torch's.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what is no file of ours, which the error says
+            return torch.load(file, map_location=map_location, weights_only=True)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of many types, for what is no file of its own
+        # torch's own message advises loading without the protection, so it is left to the traceback.
+        if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+            raise Unreadable("holds more than tensors and plain values, none of which was executed") from error
+        what = str(error).partition("\n")[0]
+        raise Unreadable(f"is no file of torch.save: {type(error).__name__}: {what}") from error
 
 
 def checksum(folder: Path, epoch: int) -> str:
@@ -142,7 +157,11 @@ def checksum(folder: Path, epoch: int) -> str:
 
 
 def latest(
-    folder: Path, *, fault: Fault = _no_fault, map_location: str | torch.device = "cpu"
+    folder: Path,
+    *,
+    fault: Fault = _no_fault,
+    map_location: str | torch.device = "cpu",
+    before: float = math.inf,
 ) -> tuple[int, State] | None:
     """Return the newest valid checkpoint as ``(epoch, state)``; ``None`` if there are no checkpoints.
 
@@ -150,6 +169,7 @@ def latest(
         folder: the folder of the checkpoints.
         fault: what the reader needs of the content; a checkpoint with a fault is not valid.
         map_location: the device of the loaded tensors.
+        before: only checkpoints of earlier epochs are considered.
 
     Warns:
         CheckpointWarning: newer checkpoints were skipped; the message names them and the one that is used.
@@ -166,7 +186,7 @@ def latest(
         (2, {'epoch': 2})
     """
     problems: list[str] = []
-    for epoch in reversed(epochs(folder)):
+    for epoch in (each for each in reversed(epochs(folder)) if each < before):
         path = path_of(folder, epoch)
         try:
             state = _read(path, fault, map_location)
@@ -281,7 +301,8 @@ def _own(value: Any, copies: dict[int, torch.Tensor]) -> Any:
 
 
 def _write(path: Path, content: bytes | memoryview) -> None:
-    with path.open("wb") as file:
+    path.unlink(missing_ok=True)  # a link of that name would lead the writing elsewhere
+    with path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -25,6 +25,19 @@ class InUse(RuntimeError):
     """Another job is working in the folder."""
 
 
+class LeadsElsewhere(ValueError):
+    """A folder holds a link, through which what is written to the folder would land elsewhere."""
+
+
+def check_own(folder: Path) -> None:
+    """Raise if anything in the folder, which may come from somebody else, is a link."""
+    if links := sorted(str(path) for path in (folder.iterdir() if folder.is_dir() else ()) if path.is_symlink()):
+        raise LeadsElsewhere(
+            f"{links[0]} is a link, and what is written to its folder could land elsewhere; replace it by what it "
+            "leads to, or remove it"
+        )
+
+
 @contextmanager
 def locked(folder: Path, doing: str = "written", *, wait: bool = False) -> Iterator[None]:
     """Lock the folder; raise if another job holds it. The system releases the lock when this process ends.
@@ -33,6 +46,7 @@ def locked(folder: Path, doing: str = "written", *, wait: bool = False) -> Itera
     work, wait for the lock instead of raising.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    check_own(folder)
     with (folder / LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,14 +1,16 @@
-"""Do several jobs at once: the driver, and how it starts jobs on this machine, each in a process of its own."""
+"""Do several jobs, one after the other or at once: the driver, and how it starts each in a process of its own here."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -19,7 +21,7 @@ import torch
 
 from dirprune.lab import trust
 from dirprune.lab.records.files import InUse
-from dirprune.lab.training.series import Planned, RunStep, series
+from dirprune.lab.training.series import Planned, RunStep
 from dirprune.lab.training.surroundings import Surroundings
 
 PRELOAD = [__name__, "sklearn.datasets", "torch._dynamo"]
@@ -61,6 +63,10 @@ class RemoteJob(Protocol):
         """Where it keeps its results and checkpoints."""
 
     @property
+    def weights(self) -> bool:
+        """Whether its network is read from that folder later."""
+
+    @property
     def over(self) -> bool:
         """Whether nothing is left to do but to yield the result."""
 
@@ -87,22 +93,39 @@ class Workers(Protocol):
 
 def trained(planned: Sequence[Planned], here: Surroundings) -> Iterator[RunStep]:
     """Train the runs one after the other, or several at once if ``here`` says so; the results are the same."""
-    if not here.several:
-        yield from series(planned, here)
-        return
-    with closing(at_once(planned, here)) as steps:
+    with closing(together(planned, here)) as steps:
         for number, step in steps:
             yield replace(step, number=number)
 
 
-def together(jobs: Sequence[RemoteJob], here: Surroundings) -> Iterator[tuple[int, Any]]:
+def together(jobs: Sequence[RemoteJob], here: Surroundings) -> Generator[tuple[int, Any]]:
     """Do jobs in this process one after the other, or several at once if ``here`` says so."""
-    if here.several:
-        yield from at_once(jobs, here)
-        return
+    return at_once(jobs, here) if here.several else one_by_one(jobs, here)
+
+
+def one_by_one(jobs: Sequence[RemoteJob], here: Surroundings) -> Generator[tuple[int, Any]]:
+    """Do jobs in this process; yield their numbers and steps. One that fails does not stop the others.
+
+    Raises:
+        Failed: jobs failed; all others were done. The error of a job that is alone is raised as it is.
+    """
+    failed: dict[int, str] = {}
     for number, job in enumerate(jobs, start=1):
-        for step in job.steps(here):
-            yield number, step
+        ended = False
+        try:
+            for step in job.steps(here):
+                ended = step.ended
+                yield number, step
+        except Exception as error:
+            if len(jobs) == 1:
+                raise
+            failed[number] = _reason(error)
+            warnings.warn(_others_go_on(job, failed[number]), FailedSoFar, stacklevel=2)
+        else:
+            if not ended:  # ``here`` asked to stop
+                break
+    if failed:
+        raise Failed(_account(failed, jobs))
 
 
 def at_once(jobs: Sequence[RemoteJob], here: Surroundings) -> Generator[tuple[int, Any]]:
@@ -147,7 +170,7 @@ def at_once(jobs: Sequence[RemoteJob], here: Surroundings) -> Generator[tuple[in
                 elif isinstance(said, Failed):
                     failed[number] = str(said)
                     if len(jobs) > 1:
-                        warnings.warn(f"{jobs[number - 1].name}: {said}. The others go on.", FailedSoFar, stacklevel=2)
+                        warnings.warn(_others_go_on(jobs[number - 1], str(said)), FailedSoFar, stacklevel=2)
                 elif said.ended:
                     ended[number] = said
                 else:
@@ -161,6 +184,16 @@ def at_once(jobs: Sequence[RemoteJob], here: Surroundings) -> Generator[tuple[in
         workers.close()
     if failed:
         raise Failed(_account(failed, jobs))
+
+
+def _reason(error: Exception) -> str:
+    """Return why a job failed; the traceback of an error that no user can mend."""
+    plain = isinstance(error, ValueError | OSError) or type(error).__module__.startswith("dirprune.")
+    return str(error) if plain else "".join(traceback.format_exception(error))
+
+
+def _others_go_on(job: RemoteJob, reason: str) -> str:
+    return f"{job.name}: {reason}. The others go on."
 
 
 def _account(failed: dict[int, str], jobs: Sequence[RemoteJob]) -> str:
@@ -203,8 +236,7 @@ def work(job: RemoteJob, here: Surroundings, trusted: set[str], *, again: bool) 
                 yield step
             yield from told
         except Exception as error:
-            plain = isinstance(error, ValueError | OSError) or type(error).__module__.startswith("dirprune.")
-            yield Failed(str(error) if plain else traceback.format_exc())
+            yield Failed(_reason(error))
 
 
 def _once_free(job: RemoteJob, here: Surroundings, patience: float) -> Iterator[Any]:
@@ -220,6 +252,23 @@ def _once_free(job: RemoteJob, here: Surroundings, patience: float) -> Iterator[
         time.sleep(POLL)
 
 
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """Be in another folder while Python is started: it would take its modules first from the current one.
+
+    There, among files of others, may be a signal.py. It finds its modules where this process does.
+    """
+    here, path = os.getcwd(), os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    os.chdir("/")
+    try:
+        yield
+    finally:
+        os.chdir(here)
+        del os.environ["PYTHONPATH"]
+        os.environ |= {} if path is None else {"PYTHONPATH": path}
+
+
 class Processes:
     """Starts every job in a process of its own on this machine."""
 
@@ -227,7 +276,8 @@ class Processes:
         self._here = here
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
-        self._stop = self._context.Event()
+        with elsewhere():
+            self._stop = self._context.Event()
         self._working: dict[Connection, tuple[int, Any]] = {}
 
     def room(self) -> int:
@@ -237,7 +287,8 @@ class Processes:
         ours, theirs = self._context.Pipe(duplex=False)
         arguments = (theirs, self._stop, job, self._here.of_worker(), trust.allowed(), again)
         process = self._context.Process(target=_in_process, args=arguments, daemon=True)
-        process.start()
+        with elsewhere():
+            process.start()
         theirs.close()
         self._working[ours] = number, process
 

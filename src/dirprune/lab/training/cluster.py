@@ -19,7 +19,7 @@ import torch
 import dirprune
 from dirprune.lab import trust
 from dirprune.lab.records.files import write_text
-from dirprune.lab.training.at_once import POLL, End, Failed, RemoteJob, work
+from dirprune.lab.training.at_once import POLL, End, Failed, RemoteJob, elsewhere, work
 from dirprune.lab.training.surroundings import Surroundings
 
 START = "start one with: ray get-auth-token --generate; ray start --head"
@@ -73,7 +73,8 @@ def connect(address: str, device: str = "auto") -> torch.device:
     if not ray.is_initialized():
         _check_guarded(where)
         try:
-            ray.init(where, log_to_driver=False, logging_level="critical")
+            with elsewhere():
+                ray.init(where, log_to_driver=False, logging_level="critical")
         except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
             raise ValueError(f"--cluster {address}: {_sentence(error)}") from error
         # When a machine is lost, Ray prints the end of its log, among our results; the driver says it in a line.
@@ -234,8 +235,9 @@ def _in_task(job: RemoteJob, home: Home, marker: Path | None, begun: bool, again
     shared = marker is None or marker.exists()
     if not shared:
         what = f"{platform.node()} does not share {job.folder and job.folder.parent}"
-        if begun:
-            yield Failed(f"{what}, where this run was begun; put it where all machines see it, or omit --cluster")
+        if begun or job.weights:
+            why = "where this run was begun" if begun else "from where its network is read afterwards"
+            yield Failed(f"{what}, {why}; put it where all machines see it, or omit --cluster")
             return
         yield NotShared(f"{what}: a run that is lost there starts again, and its checkpoints stay there")
     for said in work(job, here, set(home.trusted), again=again):

@@ -125,9 +125,10 @@ def _conduct(run: Run, here: Surroundings) -> Iterator[EpochRecord]:
     reward = Reward(parts.loaders, execution, process)
     method = recipe.method.make(seed=recipe.seed, reward=reward) if recipe.method else Method()
     process.wait()  # the first process may still be writing a checkpoint
-    found = checkpoint.latest(run.checkpoints, fault=_fault(run, parts.model))
+    fault = _fault(run, parts.model)
+    found = checkpoint.latest(run.checkpoints, fault=fault)
     _check_records(run, found[0] if found else None, tell=process.is_first)
-    done = _restore_from(run, parts, method, found)
+    done = _restore_from(run, parts, method, found, fault)
     process.wait()  # all processes must have read before the first one writes
     if process.is_first:
         checkpoint.set_aside(run.checkpoints, after=done)
@@ -225,10 +226,13 @@ def _zeros(parts: Parts, device: torch.device) -> SparsityReport:
     return sparsity(parts.model, cost=macs(parts.model, parts.loaders.example(2, device)))
 
 
-def _restore_from(run: Run, parts: Parts, method: Method, found: tuple[int, checkpoint.State] | None) -> int:
+def _restore_from(
+    run: Run, parts: Parts, method: Method, found: tuple[int, checkpoint.State] | None, fault: checkpoint.Fault
+) -> int:
     """Attach the method, restore everything from the checkpoint ``found``, and return the number of finished epochs.
 
-    For a finished run only the plain model is restored; the method is not attached.
+    If its optimizer or method cannot continue, the trained ones before it are tried. For a finished run only the plain
+    model is restored; the method is not attached.
     """
     if found is not None and found[0] == run.recipe.epochs:
         parts.model.load_state_dict(found[1]["model"])
@@ -238,22 +242,25 @@ def _restore_from(run: Run, parts: Parts, method: Method, found: tuple[int, chec
     train_set = parts.loaders.train
     steps = run.recipe.epochs * len(train_set)
     method.attach(parts.model, parts.optimizer, steps=steps, examples=train_set.examples)
-    if found is None:
-        return 0
-    done, state = found
-    try:
-        parts.model.load_state_dict(state["training"] if "training" in state else state["model"])
-        restore(parts.optimizer, state["optimizer"])
-        method.load_state_dict(state.get("method", {}))
-    except models.OF_DEVICE:
-        raise
-    except (ValueError, RuntimeError) as error:
-        path, what = checkpoint.path_of(run.checkpoints, done), str(error).partition("\n")[0]
-        raise checkpoint.CorruptCheckpoint(
-            f"{path} cannot be continued from: {what}; remove it, and training continues from the one before, or "
-            "restore it from a copy"
-        ) from error
-    return done
+    while found is not None:
+        done, state = found
+        try:
+            parts.model.load_state_dict(state["training"] if "training" in state else state["model"])
+            restore(parts.optimizer, state["optimizer"])
+            method.load_state_dict(state.get("method", {}))
+            return done
+        except models.OF_DEVICE:
+            raise
+        except (ValueError, RuntimeError) as error:
+            path, what = checkpoint.path_of(run.checkpoints, done), str(error).partition("\n")[0]
+            told = f"{path} cannot be continued from: {what}"
+            found = checkpoint.latest(run.checkpoints, fault=fault, before=done)
+            if found is None or not found[0]:  # all training would be lost, perhaps for want of an older dirprune
+                raise checkpoint.CorruptCheckpoint(
+                    f"{told}; restore it from a copy, or remove it, and training begins again"
+                ) from error
+            warnings.warn(f"{told}; going back to epoch {found[0]}", checkpoint.CheckpointWarning, stacklevel=2)
+    return 0
 
 
 def _advice(run: Run, error: Divergence, saved: int) -> str:

@@ -1,9 +1,9 @@
-"""Train runs one after the other, each from its current epoch, for `dirprune compare` and `dirprune reproduce`."""
+"""The runs of a series, for `dirprune compare`, `dirprune tune` and `dirprune reproduce`."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,11 @@ from dirprune.lab.training.surroundings import Surroundings
 
 @dataclass(frozen=True)
 class Planned:
-    """A run of a series, whether or not its folder exists yet."""
+    """A run of a series, whether or not its folder exists yet; ``weights`` says whether its network is read later."""
 
     folder: Path
     recipe: Recipe
+    weights: bool = False
 
     @property
     def name(self) -> str:
@@ -34,8 +35,34 @@ class Planned:
         return (self.folder / "outcome.json").exists()
 
     def steps(self, here: Surroundings) -> Iterator[RunStep]:
-        """Train this run alone."""
-        return series([self], here)
+        """Train the run alone if it has not ended, from its current epoch; one that diverges counts as ended.
+
+        Args:
+            here: where to train; ``stopping`` is called before the run, too.
+
+        Raises:
+            ValueError: the folder holds another run.
+        """
+        run = _open(self)
+        if run.outcome() is None:
+            if here.stopping():
+                return
+            _clear(self.recipe)
+            yield RunStep(1, run, run.saved)
+            try:
+                for record in conduct(run, here):
+                    note = f"accuracy {record.test_accuracy:.2f}%, {record.weight_sparsity:.1%} of weights zero"
+                    yield RunStep(1, run, record.epoch, note)
+            except Diverged as error:
+                yield RunStep(1, run, len(run.records()), str(error))
+            except (ValueError, OSError):  # e.g. the data are missing
+                if not run.begun:
+                    run.discard()  # it would block the next attempt
+                raise
+            if run.outcome() is not None:
+                checkpoint.prune(run.checkpoints, keep=run.recipe.keep, last=1)  # older ones are not needed any more
+        if run.outcome() is not None:  # otherwise ``stopping`` returned True
+            yield RunStep(1, run, self.recipe.epochs, ended=True)
 
 
 @dataclass(frozen=True)
@@ -47,40 +74,6 @@ class RunStep:
     epoch: int
     note: str = ""
     ended: bool = False
-
-
-def series(planned: Sequence[Planned], here: Surroundings) -> Iterator[RunStep]:
-    """Train the runs that have not ended yet. A run that diverges counts as ended, and the series continues.
-
-    Args:
-        planned: the runs; those whose folders exist are continued.
-        here: where to train; ``stopping`` is called before each run, too.
-
-    Raises:
-        ValueError: a folder holds another run.
-    """
-    for number, plan in enumerate(planned, start=1):
-        run = _open(plan)
-        if run.outcome() is None:
-            if here.stopping():
-                return
-            _clear(plan.recipe)
-            yield RunStep(number, run, run.saved)
-            try:
-                for record in conduct(run, here):
-                    note = f"accuracy {record.test_accuracy:.2f}%, {record.weight_sparsity:.1%} of weights zero"
-                    yield RunStep(number, run, record.epoch, note)
-            except Diverged as error:
-                yield RunStep(number, run, len(run.records()), str(error))
-            except (ValueError, OSError):  # e.g. the data are missing
-                if not run.begun:
-                    run.discard()  # it would block the next attempt
-                raise
-            if run.outcome() is not None:
-                checkpoint.prune(run.checkpoints, keep=run.recipe.keep, last=1)  # older ones are not needed any more
-        if run.outcome() is None:  # ``stopping`` returned True
-            return
-        yield RunStep(number, run, plan.recipe.epochs, ended=True)
 
 
 def _open(plan: Planned) -> Run:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dirprune.lab.records import checkpoint
 from dirprune.lab.training import runs
 
 _WRAPPERS = ("module.", "_orig_mod.")  # names that DDP and torch.compile put in front
@@ -50,11 +50,11 @@ def _read(source: Path) -> dict[str, Tensor]:
             f"--from {source} does not exist; name a run, a .safetensors file or a saved state dict"
         )
     try:
-        found: Any = _safetensors(source) if source.suffix == ".safetensors" else _pickled(source)
-    except pickle.UnpicklingError as error:  # torch's own message advises loading without the protection
-        raise ValueError(
-            f"--from {source} holds more than tensors and plain values, none of which was executed; {_GIVE}"
-        ) from error
+        found: Any = _safetensors(source) if source.suffix == ".safetensors" else checkpoint.content(source)
+        if not isinstance(found, Mapping):
+            raise checkpoint.Unreadable(f"cannot be used: it holds a {type(found).__name__}")
+    except checkpoint.Unreadable as error:
+        raise ValueError(f"--from {source} {error}; {_GIVE}") from error
     except Exception as error:  # of many types, for what is no file of its kind
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ValueError(f"--from {source} cannot be read: {what}; {_GIVE}") from error
@@ -77,13 +77,6 @@ def _safetensors(path: Path) -> Mapping[str, Tensor]:
     with safe_open(path, "pt") as file:
         is_ours = bool(file.metadata() or {}) and any("dirprune" in key for key in file.metadata())
         return load_sparse(path) if is_ours else {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def _pickled(path: Path) -> Mapping[str, Any]:
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(found, Mapping):
-        raise ValueError(f"it holds a {type(found).__name__}")
-    return found
 
 
 def _plain(name: str) -> str:

@@ -195,6 +195,7 @@ class Study:
 
 def _tuned(study: Study, count: int) -> Mapping[str, Settings] | None:
     """Return the options that every method has in its best trial; train the missing trials. None if it was stopped."""
+    from dirprune.lab.records.files import check_own
     from dirprune.lab.records.tables import merge_rows, read_rows
     from dirprune.lab.studies.comparison import trials, tuning
     from dirprune.lab.studies.comparison.work import judged
@@ -205,6 +206,8 @@ def _tuned(study: Study, count: int) -> Mapping[str, Settings] | None:
     held = study.recipe.but(validation=study.recipe.task.validation or tuning.HELD_OUT, seed=seed)
     trials.plan(held, methods=names, sparsities=[at], batches=1)  # raises for a name that is not known
     table = study.out / tuning.TABLE
+    for folder in (study.out, study.out / "tuning"):
+        check_own(folder)
 
     def known() -> list[tuning.Trial]:
         rows = read_rows(table, tuning.Trial)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dirprune.lab.records.files import check_own
 from dirprune.lab.studies.comparison.ranking import read_at
 from dirprune.lab.studies.comparison.rows import Ended, Row, free, noted, read, shared
 from dirprune.lab.studies.comparison.tables import ranking
@@ -52,8 +53,10 @@ def compare(planned: Sequence[Recipe], out: Path, here: Surroundings) -> Iterato
         here: where to train; ``stopping`` is called before each run, too.
 
     Raises:
-        ValueError: the folder holds runs of another comparison.
+        ValueError: the folder holds runs of another comparison, or links.
     """
+    for folder in (out, out / "runs"):
+        check_own(folder)
     elsewhere, options = [each.row for each in noted(out)], free(out)
     _check_alike(out, elsewhere, planned[0], here.device.type)
     ended = {row.run: row for row in elsewhere}

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from dirprune.lab import plots
 from dirprune.lab.plots import Axis
+from dirprune.lab.records.files import check_own
 from dirprune.lab.studies.report.report import Report
 from dirprune.lab.studies.report.signs import SignRow
 
@@ -41,6 +42,8 @@ def folder(report: Report, out: Path | None) -> Path:
     members = [run for group in report.groups for run in group.runs]
     if out is None and len(members) > 1:
         raise ValueError(f"out=None does not say where the figures of {len(members)} runs go; give a folder (--out)")
+    if out is None:
+        check_own(members[0].folder)
     return out or members[0].run.figures
 
 

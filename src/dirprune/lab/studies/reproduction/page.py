@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from dirprune.lab import plots, published
 from dirprune.lab.plots import Curve
 from dirprune.lab.published import Estimate, Setting
+from dirprune.lab.records.files import write_text
 from dirprune.lab.records.tables import read_rows, write_rows
 from dirprune.lab.studies.bench.work import MeasuredCost
 from dirprune.lab.studies.reproduction import cells as reproduce
@@ -81,7 +82,7 @@ def write_page(runs: Sequence[Recorded], results: Path, docs: Path) -> Path:
     draw(reproduce.reproductions(runs), docs / "figures")
     write_rows(results / "cells.csv", CellRow, map(CellRow.of, reproduce.compared(runs)))
     path = docs / "reproduction.md"
-    path.write_text(page(runs, results), encoding="utf-8")
+    write_text(path, page(runs, results))
     return path
 
 

@@ -123,6 +123,7 @@ class _Short:
     recipe: Recipe
     epochs: int
     folder: None = None
+    weights: bool = False
     over: bool = False
 
     @property

@@ -96,7 +96,7 @@ class Search:
         )
         name = "dense" if target is None else f"sparsity{target:g}"
         every = (chosen.but(seed=chosen.seed + number) for number in range(self.seeds))
-        return [Planned(self.out / f"{name}-s{each.seed}", each) for each in every]
+        return [Planned(self.out / f"{name}-s{each.seed}", each, weights=True) for each in every]
 
     def next(self, judged: Sequence[TriedTarget]) -> float | None:
         """Return the target that halves the interval between what passed and what did not; None at the end."""

@@ -122,10 +122,12 @@ def _refuse(options: Mapping[str, Any], rule: str) -> None:
 def _search(search: Search, here: Surroundings, interruption: Interruption, output: Output) -> list[TriedTarget]:
     """Train dense networks and one target after the other, and return what they showed."""
     from dirprune.lab.cli.follow import follow_series
+    from dirprune.lab.records.files import check_own
     from dirprune.lab.studies.tune.target import loss_at
     from dirprune.lab.training.at_once import trained
 
     judged: list[TriedTarget] = []
+    check_own(search.out)
     planned = search.planned(None)
     while (target := search.next(judged)) is not None:
         planned = [*planned, *search.planned(target)]
