@@ -83,12 +83,13 @@ def compilers() -> list[list[str]]:
 
 def flags(name: str, *, zig: bool = False, checked: bool = False) -> list[str]:
     """Return the flags for one instruction set; ``checked`` builds compare every access with its bounds."""
-    march = "-mcpu=" + name.replace("x86_64_v1", "x86_64").replace("aarch64", "generic") if zig else ""
-    march = march or (
-        "" if name == "aarch64" else "-march=" + name.replace("_v1", "").replace("_", "-", 1 + (name[-2:] != "v1"))
-    )
+    own = name.removesuffix("_v1")
+    if name == "aarch64":
+        target = ["-mcpu=generic"] if zig else []
+    else:
+        target = [f"-mcpu={own}" if zig else f"-march={own.replace('_', '-')}"]
     wide = WIDE if name == "x86_64_v4" else ()
-    return [*COMMON, *([march] if march else []), *wide, *(["-DCHECKED"] if checked else [])]
+    return [*COMMON, *target, *wide, *(["-DCHECKED"] if checked else [])]
 
 
 def built(name: str, *, checked: bool = False) -> Path:

@@ -98,11 +98,9 @@ class Layout:
         shape = _three(layer.output.shape)
         if layer.window:
             first, block = self._windowed(layer, layer.window, first)
-            inputs = [first]
         else:
             block = self._least(shape) if layer.kind.startswith("adaptive") else first.block
-            inputs = [first]
-        inputs += [self._relaid(self.images[i], block) for i in layer.inputs[1:]]
+        inputs = [first, *(self._relaid(self.images[i], block) for i in layer.inputs[1:])]
         image = self.images[number] = Image(shape, block, positive)
         if layer.kind != "cat":
             self.moves.append(Move(layer.kind, index, tuple(inputs), image))
