@@ -303,7 +303,10 @@ def test_what_cannot_be_met_is_said_at_the_first_step(
 
 @pytest.mark.parametrize(
     ("entry", "value"),
-    [("threshold", torch.tensor(math.nan)), ("growth", -1.0), ("step", -3), ("target", 2.0), ("steps", "a"), ("of", 1)],
+    [
+        *(("threshold", torch.tensor(math.nan)), ("growth", -1.0), ("step", -3), ("target", 2.0), ("steps", "a")),
+        *(("of", 1), ("adapts", 3), ("start", "§"), ("start", "AAA="), ("start", 2.0)),
+    ],
 )
 def test_a_saved_plan_is_checked_and_nothing_changes(entry: str, value: Any) -> None:
     optimizer = made(target=0.5, steps=5)

@@ -161,10 +161,10 @@ class Thresholded(Optimizer):
         self._follower.tell_of_stillness()
         pruned = [] if self._plan is None else [p for p, *_ in self._thresholded()]
         spread = any(hasattr(p, "placements") for p in pruned)
-        reached = {} if spread else {"zeros": sum(int((p == 0).sum()) for p in pruned)}
+        told = {"zeros": None, "start": ""} if spread else {"zeros": sum(int((p == 0).sum()) for p in pruned)}
         for group in state["param_groups"]:
             if group["plan"] is not None:
-                group["plan"] = {**group["plan"].to_dict(), **reached, **({"start": None} if spread else {})}
+                group["plan"] = {**group["plan"].to_dict(), **told}
             if group["skip_nonfinite"] or skipped:
                 group["skipped"] = skipped
         return state

@@ -38,7 +38,7 @@ class Follower:
         if plan.step == 0:
             members = optimizer._members()
             plan.check(members)
-            plan.start = self._sampled(members).values(members)
+            plan.start = self._sampled(members).few(members)
         if plan.looks:
             self._look(plan, optimizer)
         if plan.advance():

@@ -13,8 +13,10 @@ towards zero any more. In between, weights still come and go.
 from __future__ import annotations
 
 import math
+from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -186,17 +188,28 @@ class Plan:
             setattr(plan, name, torch.as_tensor(value, dtype=torch.float64).detach().clone())
         if not isinstance(plan.adapts, bool):
             raise ValueError(f"the plan of state_dict has adapts={plan.adapts!r}; give True or False")
-        if plan.start is not None:
-            if not isinstance(plan.start, Tensor) or plan.start.dim() != 1 or not plan.start.is_floating_point():
-                raise ValueError("the plan of state_dict has a start that is no list of weights; give None")
-            plan.start = plan.start.detach().clone()
+        plan.start = _decoded(plan.start)
         if not isinstance(plan.step, int) or plan.step < 0:
             raise ValueError(f"the plan of state_dict has step={plan.step!r}; give a number of steps")
         return plan
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values and tensors, to be saved."""
-        return {**asdict(self), "threshold": self.threshold.clone(), "growth": self.growth.clone()}
+        """Return the plan as plain values and tensors of one element, to be saved: DCP checks the sizes of tensors."""
+        scalars = {"threshold": self.threshold.clone(), "growth": self.growth.clone()}
+        return {**asdict(replace(self, start=None)), **scalars, "start": _encoded(self.start)}
+
+
+def _encoded(start: Tensor | None) -> str:
+    return "" if start is None else b64encode(array("f", start.tolist()).tobytes()).decode("ascii")
+
+
+def _decoded(text: Any) -> Tensor | None:
+    values = array("f")
+    try:
+        values.frombytes(b64decode(text, validate=True))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the plan of state_dict has a start that cannot be read ({error}); give ''") from error
+    return torch.tensor(values) if values else None
 
 
 @dataclass(frozen=True)
