@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import io
 import math
 import os
@@ -1401,6 +1402,33 @@ JUNK: list[Any] = [
     torch.zeros(2, 3, device="meta"),
     torch.ones(2, 3).to_sparse(),
 ]
+
+
+@pytest.mark.parametrize("rate", [0.1, 2.0, -1e-13])
+@pytest.mark.parametrize("counted", [False, True])
+def test_thresholds_grow_alike_whether_the_host_knows_steps_and_rates_or_not(rate: float, counted: bool) -> None:
+    n = 3 if counted else 4
+    grown = 0.01 * (max(rate, 0.0) / (1 - 0.9)) ** 1.1 * (n**0.6 - (n - 1) ** 0.6)
+    for lr in (rate, torch.tensor(rate, dtype=torch.float64)):
+        for step in (scalar(3.0), nn.Parameter(scalar(3.0), requires_grad=False)):  # the second as a tensor elsewhere
+            steps, taus = [step, scalar(3.0)], [scalar(0.5), scalar(0.0)]
+            grow_thresholds(steps, taus, lr, c=0.01, mu=0.6, momentum=0.9, counted=counted)
+            assert [float(each) for each in steps] == [n, n]
+            assert [float(tau) for tau in taus] == pytest.approx([0.5 + grown, grown])
+
+
+def test_what_is_made_at_the_import_lies_on_the_cpu() -> None:
+    spec = importlib.util.find_spec("dirprune.optim.threshold")
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    with torch.device("meta"):
+        spec.loader.exec_module(again)
+    assert again.ZERO.is_cpu
+
+
+def scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("kind", KINDS)

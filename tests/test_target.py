@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from dirprune import GRDA, AdamGRDA, macs, prunable_groups, sparsity
 from dirprune.optim.outlook import Outlook
+from dirprune.optim.target import Plan
 
 STEPS = 100
 RATES: dict[str, Callable[[int], float]] = {
@@ -544,3 +545,10 @@ def test_weights_that_others_write_are_adopted_through_the_rescaling() -> None:
     optimizer.param_groups[0]["c"] = 0.0
     optimizer.step()
     torch.testing.assert_close(p.detach(), written)
+
+
+@pytest.mark.parametrize(("aim", "growth"), [(0.4, 0.02), (-1.0, 0.0), (math.inf, 0.0), (math.nan, 0.0)])
+def test_a_threshold_does_not_aim_at_what_is_no_number_or_less(aim: float, growth: float) -> None:
+    plan = Plan(0.5, 100)
+    plan.aim(torch.tensor(aim))
+    assert float(plan.growth) == pytest.approx(growth, rel=1e-6)  # in 20 steps
