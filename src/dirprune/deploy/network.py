@@ -32,6 +32,7 @@ LARGEST = 2**30
 """Elements of a value for one example, or of a weight."""
 LONGEST = 2**20
 """Pixels of an image's side."""
+_HIGHEST = float(np.finfo(np.float32).max)
 
 
 class Unsupported(ValueError):
@@ -276,7 +277,9 @@ def _check_layer(network: Network, index: int) -> None:
         _want(all(0 <= i < known for i in layer.inputs), "uses a value that comes later")
         made = expected(layer, [network.values[i] for i in layer.inputs])
         _want(made == layer.output, f"makes {made.shape}, not {layer.output.shape}")
-        _want(not any(math.isnan(x) for x in layer.activation), "has an activation that is no number")
+        low, high, slope = layer.activation
+        bounded = all(abs(x) <= _HIGHEST or x == free for x, free in ((low, -math.inf), (high, math.inf)))
+        _want(bounded and abs(slope) <= _HIGHEST, f"has an activation beyond float32: {layer.activation}")
     except ValueError as error:
         raise ValueError(f"layer {layer.name!r} {error}") from error
 
