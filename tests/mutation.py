@@ -96,9 +96,7 @@ def changes(node: ast.AST) -> Iterator[Change]:
     if isinstance(node, ast.BoolOp):
         yield lambda n: _swapped(vars(n), "op", {ast.And: ast.Or, ast.Or: ast.And})
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
-        yield lambda n: _put(
-            n, "op", ast.UAdd() if isinstance(n.op, ast.USub) else ast.Not(), "without its sign or not"
-        )
+        yield _without_its_operator
     if isinstance(node, ast.If | ast.IfExp | ast.While) and not isinstance(node.test, ast.Compare):
         yield lambda n: _put(n, "test", ast.UnaryOp(ast.Not(), n.test), "condition negated")
     if isinstance(node, ast.Constant) and not isinstance(node.value, type(None) | type(...)):
@@ -122,6 +120,14 @@ def _swapped(holder: Any, key: Any, table: Swap) -> str:
 def _put(node: Any, field: str, value: Any, said: str) -> str:
     setattr(node, field, value)
     return said
+
+
+def _without_its_operator(node: ast.UnaryOp) -> str:
+    if isinstance(node.op, ast.USub):
+        node.op = ast.UAdd()
+    else:
+        node.operand = ast.UnaryOp(ast.Not(), node.operand)
+    return "without its sign or not"
 
 
 def _other_constant(node: ast.Constant) -> str:
