@@ -49,6 +49,7 @@ clean:
 
 # The stamp is written last, so that an interrupted install is repeated.
 $(READY): pyproject.toml constraints.txt
+	@echo "Installing torch and the rest into $(VENV), once: a minute or two."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[lab,dev]'
 	touch $@
