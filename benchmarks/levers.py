@@ -63,6 +63,7 @@ class Row:
     seconds: Amount
     device: str
     commit: str
+    diverged: str = ""
 
 
 def planned(name: str, sparsity: float, seed: int, lever: str) -> Recipe:
@@ -78,7 +79,15 @@ def measured(missing: list[tuple[str, Recipe, float]], here: Surroundings) -> It
             if step.ended:
                 lever, recipe, asked = missing[step.number - 1]
                 row = rows.Row.of(step.run.read(), rows.CHOICES)
-                told = (row.test_accuracy, row.sparsity, row.macs_left, row.seconds, row.device, row.commit)
+                told = (
+                    row.test_accuracy,
+                    row.sparsity,
+                    row.macs_left,
+                    row.seconds,
+                    row.device,
+                    row.commit,
+                    row.diverged,
+                )
                 yield Row(lever, recipe.name, asked, recipe.seed, *told)
 
 

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from dirprune import GRDA, AdamGRDA, macs, prunable_groups, sparsity
 from dirprune.optim.outlook import Outlook
 from dirprune.optim.target import Plan
+from dirprune.optim.threshold import shrink
 
 STEPS = 100
 RATES: dict[str, Callable[[int], float]] = {
@@ -530,6 +531,14 @@ def test_a_run_whose_threshold_becomes_hard_goes_on_as_it_was_saved(at: int) -> 
     assert shapes == {"hard" if at > 26 else "soft"}
     assert {group["shape"] for group in resumed.param_groups} == {"hard"}
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_channel_without_a_weight_stays_empty_when_it_is_rescaled() -> None:
+    v, left = torch.tensor([[9.0, -5.0, 1.0], [0.6, 8.0, 0.4]]), torch.empty(2, 3)
+    shrink(v, 9.5, rescale=True, out=left)
+    assert left.tolist() == [[0.0] * 3] * 2
+    shrink(v, 7.0, rescale=True, out=left)
+    torch.testing.assert_close(left, torch.tensor([[15.0, 0.0, 0.0], [0.0, 9.0, 0.0]]))
 
 
 def test_weights_that_others_write_are_adopted_through_the_rescaling() -> None:

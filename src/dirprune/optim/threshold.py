@@ -80,7 +80,9 @@ def shrink(v: Tensor, tau: float | Tensor, shape: str = "soft", *, rescale: bool
     if rescale and v.dim() > 1:
         left = torch.empty_like(v)
         shrink(v, tau, shape, out=left)
-        out.copy_(left.mul_(_norms(v) / _norms(left).clamp(min=torch.finfo(v.dtype).tiny)).add_(0.0))
+        rest = _norms(left)
+        factor = torch.where(rest == 0, 0.0, _norms(v) / rest)  # a channel without a weight stays empty
+        out.copy_(left.mul_(factor).add_(0.0))
         return
     if shape == "soft":
         _soft(v, tau, out)
