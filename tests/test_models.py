@@ -388,7 +388,7 @@ def test_a_network_that_memory_cannot_hold_is_refused_by_name(monkeypatch: pytes
                 ("smal", "small"),
             )
         ),
-        ("transformer", 10, r"'transformer'\. Known: resnet18, resnet50"),
+        ("transformer", 10, r"'transformer'\. Known: resnet18, resnet18-imagenet, resnet50"),
         ("small", 0, "classes=0 must be at least 1"),
         ("small", -1, "classes=-1 must be at least 1"),
     ],

@@ -128,7 +128,7 @@ def test_what_is_left_beside_the_errors() -> None:
     curves, bars = plots.beside_dense(runs, left).axes
     assert [list(line.get_ydata()) for line in curves.get_lines()] == [[10, 1], [50, plots.TEST_ERROR.floor]]
     assert [patch.get_width() for patch in bars.patches] == pytest.approx([10, 120])
-    assert [text.get_text() for text in bars.texts] == ["10 %", "120 %"]
+    assert [text.get_text() for text in bars.texts] == ["10%", "120%"]
     assert bars.get_xlim()[1] >= 120
 
 

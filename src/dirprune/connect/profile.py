@@ -71,6 +71,7 @@ def curve_profile(
         points: how many equidistant t from 0 to 1, endpoints included.
         options: the `Evaluator`'s.
 
+    >>> import torch
     >>> data = [(torch.eye(2), torch.tensor([0, 1]))]
     >>> line = BezierCurve({"weight": torch.eye(2)}, {"weight": 2 * torch.eye(2)}, bends=0)
     >>> curve_profile(nn.Linear(2, 2, bias=False), line, train=data, test=data, points=3).best.place
