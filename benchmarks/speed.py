@@ -3,9 +3,9 @@
     python benchmarks/speed.py                            # every network, one example, one thread
     python benchmarks/speed.py resnet18 --batch 1,16,64 --threads 1,2 --out results/speed.csv
 
-`resnet18-cifar10` is a network that dirprune trained, by `dirprune train resnet18-cifar10 --macs 0.15 --epochs 2 --seed 1 --precision
-bfloat16` and then `--from` it with `--sparsity 0.96 --epochs 1 --schedule cosine --lr 0.05`; its packed weights lie in
-benchmarks/networks. The others have
+`resnet18-cifar10` is a network that dirprune trained, by `train resnet18-cifar10 --macs 0.15 --epochs 2 --seed 1
+--precision bfloat16` and then `--from` it with `--sparsity 0.96 --epochs 1 --schedule cosine --lr 0.05 --seed 1`; its
+packed weights lie in benchmarks/networks. The others have
 random masks at recorded layer densities: those of this repository's runs (results/compare-*/layers.csv), and for
 resnet50 published ones. Each runtime has a process of its own, and all take turns. `pip install -e '.[lab,bench]'`
 brings ONNX Runtime and OpenVINO; without them torch is compared alone.
