@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dirprune.optim.outlook import moves_too_little, warn_of_stillness
+from dirprune.optim.outlook import warn_of_stillness
 from dirprune.optim.selection import Member, Sample, smallest, summed
 from dirprune.optim.state import fix_zeros, local
 from dirprune.optim.target import Plan, TargetProgress
@@ -25,12 +25,15 @@ class Follower:
         self._sample: tuple[list[Tensor], Sample] | None = None
         self._stillness: Tensor | None = None
 
-    def tell_of_stillness(self, *, wait: bool = True) -> None:
-        """Warn once if soft thresholding will fail; without ``wait``, leave it for when the host waits anyway."""
-        if wait and self._stillness is not None:
-            relative, self._stillness = float(self._stillness), None
-            if moves_too_little(relative):
-                warn_of_stillness(relative)
+    def tell_of_stillness(self, *, wait: bool = True, becomes_hard: bool = False) -> bool:
+        """Warn once if soft thresholding will fail, and return whether it was so found now.
+
+        Without ``wait``, leave it for when the host waits anyway.
+        """
+        if not wait or self._stillness is None:
+            return False
+        relative, self._stillness = float(self._stillness), None
+        return warn_of_stillness(relative, becomes_hard=becomes_hard)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def raise_thresholds(self, plan: Plan, optimizer: Thresholded) -> None:
@@ -64,13 +67,10 @@ class Follower:
         if moved is None or not soft:
             return
         self._stillness = moved / plan.threshold.to(moved)
-        if plan.adapts and not optimizer.is_recorded:
-            relative, self._stillness = float(self._stillness), None
-            if moves_too_little(relative):
-                warn_of_stillness(relative, becomes_hard=True)
-                for group in soft:
-                    group["shape"] = "hard"
-        self.tell_of_stillness(wait=moved.is_cpu)
+        adapts = plan.adapts and not optimizer.is_recorded
+        if self.tell_of_stillness(wait=adapts or moved.is_cpu, becomes_hard=adapts) and adapts:
+            for group in soft:
+                group["shape"] = "hard"
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def fix_zeros(self, plan: Plan, optimizer: Thresholded) -> None:

@@ -30,13 +30,10 @@ by less than .2 τ (32 runs), soft thresholding ended at 8 to 70% accuracy and a
 average; by .3 τ or more (22 runs), at 82 to 96% and 3 points higher."""
 
 
-def moves_too_little(moved: float) -> bool:
-    """Whether weights have moved by too small a part of the threshold, halfway to the zeros of a target."""
-    return moved < MOVED
-
-
-def warn_of_stillness(moved: float, *, becomes_hard: bool = False) -> None:
-    """Warn that they have."""
+def warn_of_stillness(moved: float, *, becomes_hard: bool = False) -> bool:
+    """Warn if accumulators have moved by a small part of the threshold, halfway to the zeros of a target; return it."""
+    if not moved < MOVED:  # nor if it is NaN
+        return False
     warnings.warn(
         f"halfway to the target, weights have moved by {moved:.2f} of the threshold: too little to make up for "
         "what a soft threshold takes off those that are left; "
@@ -45,6 +42,7 @@ def warn_of_stillness(moved: float, *, becomes_hard: bool = False) -> None:
         Outlook,
         stacklevel=6,
     )
+    return True
 
 
 @torch.no_grad()

@@ -210,9 +210,7 @@ class TargetGrda(Sgd):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_measure(self.of)
-        check(vars(self), sparsity=BETWEEN, prune_from=FRACTION, prune_until=UP_TO_ONE)
-        if self.fix_at is not None:
-            check(vars(self), fix_at=UP_TO_ONE)
+        check(vars(self), sparsity=BETWEEN, prune_from=FRACTION, prune_until=UP_TO_ONE, fix_at=UP_TO_ONE)
         object.__setattr__(self, "exempt", tuple(self.exempt))
 
     def make(self, model: nn.Module, plan: TrainingPlan | None = None) -> torch.optim.Optimizer:
